@@ -1,0 +1,56 @@
+# Headrace: set up, run, test. `make` alone lists the targets.
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/quickstart.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.run-installed ## make .venv and install what a run needs
+	@echo "headrace: $(VENV) is ready; make run trains the quickstart"
+
+run: $(VENV)/.run-installed ## train and evaluate the quickstart (CONFIG=... for another configuration)
+	@$(BIN)/headrace train $(CONFIG)
+
+test: $(VENV)/.dev-installed ## run the test suite
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev-installed ## run the test suite, slow tests included
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.dev-installed ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev-installed ## format the code and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what make made: the environment and the caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make a second `make` instant, and a changed pyproject.toml or constraints.txt install anew.
+# A development environment is a superset, so its stamp stands for both.
+$(VENV)/.run-installed: pyproject.toml constraints.txt $(VENV)/.created
+	@echo "headrace: installing what a run needs into $(VENV) (a few minutes the first time)"
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --prerelease if-necessary-or-explicit \
+	    --constraints constraints.txt --editable '.[cpu]'
+	@touch $@
+
+$(VENV)/.dev-installed: pyproject.toml constraints.txt $(VENV)/.created
+	@echo "headrace: installing what the tests need into $(VENV) (a few minutes the first time)"
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --prerelease if-necessary-or-explicit \
+	    --constraints constraints.txt --editable '.[cpu,dev]'
+	@touch $(VENV)/.run-installed $@
+
+$(VENV)/.created: .python-version
+	@echo "headrace: making a Python environment in $(VENV)"
+	@set -e; python="$$(sh .ci/find-python)"; "$$python" -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@touch $@

@@ -1,0 +1,1 @@
+"""Everything that makes experience: chat format, environments, episodes, rollout workers, samplers."""

@@ -1,0 +1,147 @@
+"""FrozenLake as text: the agent reads the map, answers with a move, and reads the new map.
+
+An observation is the grid, one row a line: ``A`` agent, ``.`` ice, ``H`` hole, ``G`` goal::
+
+    A...
+    .H.H
+    ...H
+    H..G
+
+An action is one letter of ``LDRU`` (left, down, right, up). Anything else leaves the agent
+where it is and costs a turn; the next observation then starts with a line ``invalid``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from gymnasium.spaces import Text
+
+if TYPE_CHECKING:
+    from actors.chat import Message
+
+MOVES = "LDRU"
+"""Letters in the order of FrozenLake's action numbers."""
+INVALID = "invalid\n"
+"""Starts the observation behind an action that is no move."""
+
+
+class FrozenLakeText(gymnasium.Env[str, str]):
+    """Gymnasium's ``FrozenLake-v1``, not slippery, on a fresh map per seed, read and played as text."""
+
+    def __init__(self, size: int = 4, p: float = 0.8) -> None:
+        """Play on ``size`` x ``size`` maps whose cells are ice with probability ``p``.
+
+        Raises:
+            ValueError: no map has this shape.
+        """
+        if size < 2 or not 0 < p <= 1:
+            raise ValueError(f"FrozenLakeText got size={size}, p={p}; expected size of at least 2 and 0 < p <= 1")
+        self._size = size
+        self._p = p
+        longest = len(INVALID) + size * (size + 1) - 1
+        self.observation_space = Text(longest, charset=".AGH" + INVALID)
+        self.action_space = Text(1, charset=MOVES)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start on the map of ``seed``; without one, on the next map of the environment's own generator."""
+        super().reset(seed=seed, options=options)
+        map_seed = int(self.np_random.integers(2**31)) if seed is None else seed
+        board = generate_random_map(self._size, self._p, map_seed)
+        # A map is part of FrozenLakeEnv's transition table, so a new map is a new (cheap) FrozenLakeEnv.
+        self._lake = FrozenLakeEnv(desc=board, is_slippery=False)
+        self._cells = "".join(board).replace("S", ".").replace("F", ".")
+        self._position, _ = self._lake.reset(seed=seed)
+        return self._grid(), {"success": False, "invalid_move": False}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play the move ``action``; blanks around the letter do not matter."""
+        letter = action.strip()
+        if len(letter) != 1 or letter not in MOVES:
+            return INVALID + self._grid(), 0.0, False, False, {"success": False, "invalid_move": True}
+        self._position, reward, terminated, truncated, _ = self._lake.step(MOVES.index(letter))
+        success = self._cells[self._position] == "G"
+        return self._grid(), float(reward), terminated, truncated, {"success": success, "invalid_move": False}
+
+    def shortest_move(self) -> str:
+        """The first move (in the order of ``MOVES``) of a shortest way to the goal."""
+        distances = self._distances()
+        return min(MOVES, key=lambda move: distances.get(self._after(self._position, move), len(self._cells)))
+
+    def _grid(self) -> str:
+        cells = list(self._cells)
+        cells[self._position] = "A"
+        return "\n".join("".join(cells[i : i + self._size]) for i in range(0, len(cells), self._size))
+
+    def _after(self, cell: int, move: str) -> int:
+        """The cell that ``move`` leads to, from FrozenLake's own transition table."""
+        ((_, destination, _, _),) = self._lake.P[cell][MOVES.index(move)]
+        return int(destination)
+
+    def _distances(self) -> dict[int, int]:
+        """Moves to the goal from every cell that can reach it: breadth-first, backwards from the goal."""
+        sources: dict[int, list[int]] = {}
+        for cell, kind in enumerate(self._cells):
+            if kind == ".":
+                for move in MOVES:
+                    sources.setdefault(self._after(cell, move), []).append(cell)
+        goal = self._cells.index("G")
+        distances = {goal: 0}
+        frontier = deque([goal])
+        while frontier:
+            cell = frontier.popleft()
+            for source in sources.get(cell, ()):
+                if source not in distances:
+                    distances[source] = distances[cell] + 1
+                    frontier.append(source)
+        return distances
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One played episode as a conversation.
+
+    Attributes:
+        messages: alternating user (observation) and assistant (move) messages; the last is a move.
+        success: whether the goal was reached.
+    """
+
+    messages: list[Message]
+    success: bool
+
+
+def demonstrate(
+    seed: int,
+    kwargs: Mapping[str, Any],
+    *,
+    noise: float,
+    rng: np.random.Generator,
+    max_turns: int,
+    system_prompt: str | None = None,
+) -> Demonstration:
+    """Let a noisy expert play one episode in the real environment.
+
+    Args:
+        seed: chooses the map, as ``reset`` does.
+        kwargs: arguments of ``FrozenLakeText``.
+        noise: probability with which each move of the shortest way is replaced by a uniformly random one, 0 to 1.
+        rng: source of that noise.
+        max_turns: the episode ends after this many moves, at least 1.
+        system_prompt: text of a first system message; None for none.
+    """
+    environment = FrozenLakeText(**kwargs)
+    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+    observation, info = environment.reset(seed=seed)
+    for _ in range(max_turns):
+        move = MOVES[rng.integers(len(MOVES))] if rng.random() < noise else environment.shortest_move()
+        messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": move}]
+        observation, _, terminated, truncated, info = environment.step(move)
+        if terminated or truncated:
+            break
+    return Demonstration(messages, bool(info["success"]))

@@ -1,0 +1,1 @@
+"""Samplers: one contract, several implementations."""

@@ -1,0 +1,298 @@
+"""The rollout worker: many episodes in one event loop, grouped as the buffer's slots ask.
+
+Every group that the worker reserved ends in one of three ways: all members committed; abandoned
+with a reason; or given up because the buffer took the slot back. The class is plain asyncio; the
+cluster runs it as a Ray actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.chat import Chat
+from actors.environments.pool import EnvironmentPool
+from actors.episode import Agent, Place, run_episode
+from actors.routing import Router
+from actors.tally import Tally
+from buffer import AsyncBuffer, BufferUnavailable, Commit, Slot, WaitTimeout
+from buffer.trajectory import Status, Trajectory
+
+RESERVE_SECONDS = 1.0
+"""Length of one wait for a slot: a drain is noticed this soon."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
+"""Pauses between attempts double from the first to the longest."""
+
+
+class RolloutWorker:
+    """Runs episodes and commits their trajectories, until drained. All calls come from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        buffer_url: str,
+        run: str,
+        buffer_timeout_seconds: float,
+        buffer_outage_seconds: float,
+        samplers: Mapping[str, Any],
+        model_folder: Path,
+        environment_id: str,
+        environment_kwargs: Mapping[str, Any],
+        step_timeout_seconds: float,
+        threads: int,
+        agent: Agent,
+        temperature: float,
+        episodes_in_flight: int,
+        max_episode_attempts: int,
+        train_seed_start: int,
+        train_tasks: int,
+    ) -> None:
+        """Prepare a worker; nothing is reserved before ``run``.
+
+        Args:
+            name: what the buffer and people call this worker.
+            buffer_url: address of Redis.
+            run: name of the run in that Redis.
+            buffer_timeout_seconds: limit of one Redis call.
+            buffer_outage_seconds: how long Redis may be away before ``run`` fails.
+            samplers: by name, Ray handles or objects that keep the sampler contract.
+            model_folder: holds the tokenizer and the chat template.
+            environment_id: registry id of a text environment.
+            environment_kwargs: its arguments.
+            step_timeout_seconds: limit of one environment call.
+            threads: environment calls at the same time.
+            agent: how the policy is asked.
+            temperature: of the training episodes' sampling.
+            episodes_in_flight: episodes that run at the same time.
+            max_episode_attempts: a group is abandoned when one member failed this often.
+            train_seed_start: environment seed of task 0.
+            train_tasks: number of different tasks; task ``t`` has the seed of ``t % train_tasks``.
+
+        Raises:
+            ChatError: the model folder lacks a file.
+            EnvironmentSetupError: the environment cannot be made.
+        """
+        self._name = name
+        self._connect = lambda: AsyncBuffer(buffer_url, run, timeout_seconds=buffer_timeout_seconds)
+        self._outage_seconds = buffer_outage_seconds
+        self._router = Router(samplers)
+        self._chat = Chat(Path(model_folder))
+        self._environments = EnvironmentPool(
+            environment_id, environment_kwargs, threads=threads, step_timeout_seconds=step_timeout_seconds
+        )
+        self._agent = agent
+        self._temperature = temperature
+        self._episodes_in_flight = episodes_in_flight
+        self._max_attempts = max_episode_attempts
+        self._seed_of = lambda task: train_seed_start + task % train_tasks
+
+        self._permits = asyncio.Semaphore(episodes_in_flight)
+        self._members = 0  # episodes of reserved groups that are not over, running or waiting for a permit
+        self._room = asyncio.Event()
+        self._room.set()
+        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._draining = asyncio.Event()
+        self._cancelling = False
+        self._over = asyncio.Event()
+        self._over.set()
+        self._tally = Tally()
+
+    async def run(self) -> None:
+        """Reserve slots, run their groups and commit, until ``drain``.
+
+        Raises:
+            BufferUnavailable: Redis was away for longer than the outage allowed.
+            BufferError: another failure of the buffer.
+        """
+        buffer = self._connect()
+        self._over.clear()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while not self._draining.is_set():
+                    slot = await self._reserve(buffer)
+                    if slot is not None:
+                        self._change_members(slot.group_size)
+                        self._groups[slot.group] = tasks.create_task(self._run_group(buffer, slot))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._over.set()
+            await buffer.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Reserve nothing more, let running groups end within ``seconds``, then abandon the others; ends ``run``.
+
+        Raises:
+            TimeoutError: the buffer did not let the worker end in time.
+        """
+        self._draining.set()
+        self._room.set()
+        if self._groups:
+            await asyncio.wait(list(self._groups.values()), timeout=seconds)
+        self._cancelling = True
+        for group in self._groups.values():
+            group.cancel()
+        limit = RESERVE_SECONDS + self._outage_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await self._over.wait()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"worker {self._name} still waits for the buffer {limit} s after a drain; expected Redis to answer: "
+                f"its slots ({', '.join(self._groups) or 'none'}) expire by themselves"
+            ) from error
+
+    async def evaluate(self, seeds: Sequence[int], temperature: float) -> list[dict[str, Any]]:
+        """Play one episode per environment seed, without the buffer, at most ``episodes_in_flight`` at once.
+
+        Returns:
+            For each seed ``seed, success, reward, turns, invalid_moves, status, tokens`` (sampled), ``version``
+            (oldest that sampled), and ``error`` where the last of the attempts failed.
+        """
+        permits = asyncio.Semaphore(self._episodes_in_flight)
+
+        async def play(position: int, seed: int) -> dict[str, Any]:
+            async with permits:
+                place = Place(task=position, seed=seed, group="evaluation", index=0)
+                trajectory = await self._attempt(place, temperature)
+            return {
+                **trajectory.metadata,
+                "reward": trajectory.reward,
+                "status": str(trajectory.status),
+                "tokens": int(trajectory.loss_mask.sum()),
+                "version": trajectory.oldest_version,
+            }
+
+        async with asyncio.TaskGroup() as tasks:
+            episodes = [tasks.create_task(play(position, int(seed))) for position, seed in enumerate(seeds)]
+        return [episode.result() for episode in episodes]
+
+    async def status(self) -> dict[str, Any]:
+        """Counters since the start, rates of the last seconds, and what runs now."""
+        running = {"name": self._name, "groups": len(self._groups), "draining": self._draining.is_set()}
+        return {**running, **self._tally.snapshot()}
+
+    async def _reserve(self, buffer: AsyncBuffer) -> Slot | None:
+        """The next slot, or None when there is none yet; waits until an episode of it could start."""
+        await self._room.wait()
+        if self._draining.is_set():
+            return None
+        try:
+            slot = await self._patiently("reserve", lambda: buffer.reserve(self._name, RESERVE_SECONDS))
+        except WaitTimeout as wait:
+            self._tally.waiting_for = str(wait)
+            return None
+        self._tally.waiting_for = None
+        if self._draining.is_set():
+            await self._abandon(buffer, slot, "drained")
+            return None
+        return slot
+
+    async def _run_group(self, buffer: AsyncBuffer, slot: Slot) -> None:
+        try:
+            reason = await self._play_group(buffer, slot)
+            if reason is not None:
+                await self._abandon(buffer, slot, reason)
+        finally:
+            del self._groups[slot.group]
+
+    async def _play_group(self, buffer: AsyncBuffer, slot: Slot) -> str | None:
+        """Run all members of a group; returns why its slot must be abandoned, or None when it need not."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                renewal = tasks.create_task(self._renew(buffer, slot))
+                members = [tasks.create_task(self._run_member(buffer, slot, i)) for i in range(slot.group_size)]
+                for member in members:
+                    member.add_done_callback(lambda _: self._change_members(-1))
+                await asyncio.wait(members)
+                renewal.cancel()
+        except ExceptionGroup as errors:
+            for error in errors.exceptions:
+                if not isinstance(error, _GroupOver):
+                    raise error from None
+            return next((e.reason for e in errors.exceptions if isinstance(e, _GroupOver) and e.reason), None)
+        except asyncio.CancelledError:
+            if not self._cancelling:
+                raise
+            return "drained"
+        return None
+
+    async def _abandon(self, buffer: AsyncBuffer, slot: Slot, reason: str) -> None:
+        self._tally.abandoned[reason] += 1
+        await self._patiently("abandon", lambda: buffer.abandon(slot.group, reason))
+
+    async def _run_member(self, buffer: AsyncBuffer, slot: Slot, index: int) -> None:
+        place = Place(task=slot.task, seed=self._seed_of(slot.task), group=slot.group, index=index)
+        async with self._permits:
+            trajectory = await self._attempt(place, self._temperature)
+        if not trajectory.status.trainable:
+            raise _GroupOver(str(trajectory.status))
+        outcome = await self._patiently("commit", lambda: buffer.commit(trajectory))
+        self._tally.commits[outcome] += 1
+        if outcome in (Commit.EXPIRED, Commit.STALE):
+            raise _GroupOver(None)
+
+    async def _renew(self, buffer: AsyncBuffer, slot: Slot) -> None:
+        """Keep the slot while its group runs; end the group when the buffer has no more use for it."""
+        while True:
+            await asyncio.sleep(slot.seconds / 3)
+            if not await self._patiently("renew", lambda: buffer.renew(slot.group)):
+                raise _GroupOver(None)
+
+    async def _attempt(self, place: Place, temperature: float) -> Trajectory:
+        """The trajectory of the first attempt that is data, or of the last one."""
+        for attempt in range(self._max_attempts):
+            if attempt:
+                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS))
+            with self._router.route() as (sampler_name, sampler), self._tally.running_episode():
+                trajectory = await run_episode(
+                    place,
+                    agent=self._agent,
+                    chat=self._chat,
+                    environments=self._environments,
+                    sampler=sampler,
+                    sampler_name=sampler_name,
+                    temperature=temperature,
+                )
+            self._tally.add(trajectory)
+            if trajectory.status is Status.SAMPLER_ERROR:
+                self._router.avoid(sampler_name)
+            if trajectory.status.trainable:
+                break
+        return trajectory
+
+    async def _patiently[T](self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat ``call``, which must be safe to repeat, while Redis is away, up to the outage allowed."""
+        deadline: float | None = None
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await call()
+            except BufferUnavailable as error:
+                self._tally.fail("buffer", str(error))
+                deadline = deadline or time.monotonic() + self._outage_seconds
+                if time.monotonic() + pause > deadline:
+                    raise BufferUnavailable(
+                        f"worker {self._name} could not {what} for {self._outage_seconds} s: {error}"
+                    ) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _change_members(self, count: int) -> None:
+        self._members += count
+        if self._members < self._episodes_in_flight or self._draining.is_set():
+            self._room.set()
+        else:
+            self._room.clear()
+
+
+class _GroupOver(Exception):
+    """The group cannot go on: it is to be abandoned with ``reason``; without one its slot is gone already."""
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__(reason)
+        self.reason = reason

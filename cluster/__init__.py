@@ -1,0 +1,1 @@
+"""The command line, the configuration schema, and everything that runs a whole job."""

@@ -1,0 +1,147 @@
+"""The ``headrace`` command.
+
+Each command loads and checks the configuration, then imports what does the work, so that help and
+configuration mistakes take no time. Exit statuses: 0 success, 2 input a person can mend, 130 or 143
+stopped by Ctrl-C or SIGTERM, 1 a failure of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.config import Config
+
+EXIT_INPUT = 2
+
+app = typer.Typer(
+    name="headrace",
+    help="Asynchronous reinforcement learning of language-model agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="YAML configuration, such as configs/quickstart.yaml.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Dotted overrides, such as learner.steps=50 run.name=x.", show_default=False
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def headrace(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Asynchronous reinforcement learning of language-model agents."""
+    if show_version:
+        try:
+            typer.echo(f"headrace {version('headrace')}")
+        except PackageNotFoundError:  # run as `python -m cluster` from a checkout
+            typer.echo("headrace (not installed)")
+        raise typer.Exit()
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train an agent: warm start, evaluation, reinforcement learning, evaluation.
+
+    Everything the run keeps is in [bold]runs/NAME/[/]. Ctrl-C stops it after the step in hand and
+    saves; [bold]run.resume=true[/] goes on from there.
+    """
+    with _errors_reported():
+        loaded = _load(config, overrides)
+        from cluster.train import train as run
+
+        status = run(loaded)
+    raise typer.Exit(status)
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a model on conversations (the [bold]model.warm_start[/] section) and write its checkpoint folder."""
+    with _errors_reported():
+        loaded = _load(config, overrides)
+        from cluster.sft import sft as run
+
+        status = run(loaded)
+    raise typer.Exit(status)
+
+
+@app.command(name="eval")
+def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Evaluate a model greedily on the evaluation tasks."""
+    with _errors_reported():
+        loaded = _load(config, overrides)
+        from cluster.evaluation import evaluate as run
+
+        status = run(loaded)
+    raise typer.Exit(status)
+
+
+@app.command(name="config")
+def show_config(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+) -> None:
+    """Check a configuration and print it with every default filled in; passwords are not shown."""
+    with _errors_reported():
+        data = _load(config, overrides).redacted()
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    else:
+        from cluster.loading import to_yaml
+
+        typer.echo(to_yaml(data), nl=False)
+
+
+def main() -> None:
+    """Entry point of the console script and of ``python -m cluster``."""
+    app()
+
+
+@contextmanager
+def _errors_reported() -> Iterator[None]:
+    """Turn what a person can mend into one line per problem; anything else keeps its traceback, which is what helps."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _report("stopped")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except Exception as error:
+        from cluster.errors import root_cause, user_errors
+
+        cause = root_cause(error)
+        if not isinstance(cause, user_errors()):
+            raise
+        for line in str(cause).splitlines():
+            _report(f"error: {line}")
+        raise typer.Exit(EXIT_INPUT) from None
+
+
+def _report(text: str) -> None:
+    typer.echo(f"headrace: {text}", err=True)
+
+
+def _load(path: Path, overrides: list[str] | None) -> Config:
+    from cluster.loading import load_config
+    from cluster.ray_runtime import set_ray_environment
+
+    config = load_config(path, overrides or [])
+    set_ray_environment()  # the commands import Ray
+    return config

@@ -1,0 +1,95 @@
+"""Options that are fine alone and impossible together: each is refused with the option to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.config import Config
+
+BYTES_PER_TOKEN = 13
+"""Size of one token of a stored trajectory: id, log-probability, version (4 bytes each) and mask (1 byte)."""
+
+
+def check_combinations(config: Config) -> None:
+    """Refuse an impossible combination.
+
+    Raises:
+        ValueError: one line that names an option, its value, what is expected and the remedy.
+    """
+    for check in (_check_tasks, _check_lengths, _check_batch, _check_model, _check_buffer):
+        check(config)
+
+
+def _check_tasks(config: Config) -> None:
+    task = config.task
+    train_end, eval_end = task.train_seed_start + task.train_tasks, task.eval_seed_start + task.eval_tasks
+    if task.train_seed_start < eval_end and task.eval_seed_start < train_end:
+        raise ValueError(
+            f"task.eval_seed_start={task.eval_seed_start}: evaluation seeds {task.eval_seed_start}..{eval_end - 1} "
+            f"overlap training seeds {task.train_seed_start}..{train_end - 1}; move one range away from the other"
+        )
+
+
+def _check_lengths(config: Config) -> None:
+    context, rows = config.sampler.context_length, config.learner.row_lengths
+    if config.agent.max_tokens_per_turn >= context:
+        raise ValueError(
+            f"agent.max_tokens_per_turn={config.agent.max_tokens_per_turn}: one reply must be shorter than "
+            f"sampler.context_length={context}; lower it or raise the context length"
+        )
+    if rows[-1] < context:
+        raise ValueError(
+            f"learner.row_lengths={list(rows)}: the longest row must hold sampler.context_length={context} tokens; "
+            f"add a row length ≥ {context}"
+        )
+    architecture = config.model.architecture
+    if architecture is not None and architecture.max_position_embeddings < context:
+        raise ValueError(
+            f"model.architecture.max_position_embeddings={architecture.max_position_embeddings}: expected at least "
+            f"sampler.context_length={context}; raise it or lower the context length"
+        )
+
+
+def _check_batch(config: Config) -> None:
+    learner, shards = config.learner, config.learner.mesh.data * config.learner.mesh.fsdp
+    if learner.rows_per_microbatch % shards:
+        raise ValueError(
+            f"learner.rows_per_microbatch={learner.rows_per_microbatch}: rows are spread over learner.mesh.data × fsdp "
+            f"= {shards} devices; use a multiple of {shards}"
+        )
+    if config.buffer.group_size == 1:
+        raise ValueError(
+            f"buffer.group_size=1: objective.advantage={config.objective.advantage} compares the trajectories of "
+            "a group, and one alone has advantage 0; use at least 2"
+        )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.path is None and model.architecture is None:
+        raise ValueError(
+            "model.path=null: model.architecture is null, too; "
+            "give the folder of an existing model or the shape of a new one"
+        )
+    shape = model.architecture
+    if shape is not None and shape.num_attention_heads % shape.num_key_value_heads:
+        raise ValueError(
+            f"model.architecture.num_attention_heads={shape.num_attention_heads}: expected a multiple of "
+            f"num_key_value_heads={shape.num_key_value_heads}, because each key/value head serves as many query heads"
+        )
+
+
+def _check_buffer(config: Config) -> None:
+    buffer = config.buffer
+    if buffer.url is not None and buffer.port:
+        raise ValueError(
+            f"buffer.port={buffer.port}: it is the port of our own Redis, but buffer.url names another; remove one"
+        )
+    batch = buffer.groups_per_batch * buffer.group_size * config.sampler.context_length * BYTES_PER_TOKEN
+    if buffer.max_bytes < batch:
+        raise ValueError(
+            f"buffer.max_bytes={buffer.max_bytes}: one batch of {buffer.groups_per_batch} × {buffer.group_size} "
+            f"trajectories of {config.sampler.context_length} tokens may take {batch} bytes "
+            "and would never be complete; use at least that"
+        )

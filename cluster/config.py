@@ -1,0 +1,350 @@
+"""The configuration schema: one section per service, every field with its unit.
+
+Nothing here imports JAX or Ray, so that a mistake is found before anything starts. Sections
+check their own fields; ``cluster/combinations.py`` checks what only makes sense together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from cluster.combinations import check_combinations
+
+
+def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    if list(lengths) != sorted(set(lengths)) or min(lengths) < 1:
+        raise ValueError("expected different lengths ≥ 1 in ascending order, such as [128, 256, 384]")
+    return lengths
+
+
+def _one(axis: int) -> int:
+    if axis != 1:
+        raise ValueError("tensor parallelism is not implemented; use 1 and spread parameters with learner.mesh.fsdp")
+    return axis
+
+
+def _folder_name(name: str) -> str:
+    if not name or name in (".", "..") or "/" in name:
+        raise ValueError("expected the name of a folder, without '/'; set run.folder to choose where it lies")
+    return name
+
+
+def _redis_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ValueError("expected a URL such as redis://:password@host:6379/0, or null for a server of our own")
+    return url
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Cpus = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """The run: what it is called, where it is kept, and how it starts."""
+
+    name: Annotated[str, AfterValidator(_folder_name)] | None = None
+    """Name of the run and its folder; null numbers the runs of ``experiment`` (``quickstart-1``, ``quickstart-2``)."""
+    experiment: Annotated[str, AfterValidator(_folder_name)] = "run"
+    """Stem of automatic run names; unless given, that of the YAML file."""
+    folder: Path = Path("runs")
+    """Folder that holds the run folders."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the initial weights, the demonstrations and the sampling."""
+    resume: bool = False
+    """Go on from the newest checkpoint of the run ``name`` (null: of the newest run of ``experiment``)."""
+
+
+class TaskConfig(Section):
+    """The task sets: ranges of environment seeds for training and for evaluation."""
+
+    train_seed_start: Annotated[int, Field(ge=0)] = 1_000_000
+    """First environment seed of training."""
+    train_tasks: Count = 1_000_000
+    """Number of training seeds; they are drawn in order and start over at the end."""
+    eval_seed_start: Annotated[int, Field(ge=0)] = 0
+    """First environment seed of evaluation."""
+    eval_tasks: Count = 256
+    """Number of evaluation episodes, one seed each."""
+
+
+class AgentConfig(Section):
+    """The agent: how the policy talks to the environment."""
+
+    system_prompt: str | None = None
+    """First message of every conversation; null for none."""
+    max_turns: Count
+    """Most turns of an episode; it is then truncated."""
+    max_tokens_per_turn: Count
+    """Most tokens the policy samples in one turn, its end-of-turn token included."""
+
+
+class EnvironmentConfig(Section):
+    """The environment: a registered Gymnasium environment whose observations and actions are texts."""
+
+    id: str
+    """Gymnasium id; ``module:Id`` imports a module that registers it."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    step_timeout_seconds: Seconds = 30.0
+    """Longest that one reset or step may take, in seconds; the episode then ends as ``timeout``."""
+
+
+class SamplerConfig(Section):
+    """The sampler pool: what turns a prompt into sampled tokens."""
+
+    kind: Literal["local"] = "local"
+    """``local``: the learner's own transformer behind a continuous-batching engine."""
+    replicas: Count = 1
+    """Number of samplers, each a process with its own copy of the weights."""
+    slots: Count = 64
+    """Requests that one sampler serves at once; each keeps its keys and values in a slot of the cache."""
+    context_length: Annotated[int, Field(ge=16)]
+    """Longest conversation in tokens, prompt and replies together."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits when training samples are drawn; evaluation is greedy."""
+    on_update: Literal["recompute", "continue"] = "recompute"
+    """What happens to cached keys when new weights arrive: compute them again, or keep those of the older version."""
+    request_timeout_seconds: Seconds = 120.0
+    """Longest that one generation may take, in seconds."""
+    cpus: Cpus = 0.5
+    """CPUs that Ray sets aside for one sampler; it runs on that many threads, at least one."""
+
+
+class ActorsConfig(Section):
+    """The rollout workers: processes that play episodes."""
+
+    workers: Count = 1
+    """Number of worker processes."""
+    episodes_in_flight: Count = 64
+    """Episodes that one worker plays at the same time."""
+    max_episode_attempts: Count = 3
+    """Tries of an episode that fails through no fault of the policy; its group is then abandoned."""
+    environment_threads: Count = 2
+    """Threads of one worker in which environments are stepped."""
+    cpus: Cpus = 0.5
+    """CPUs that Ray sets aside for one worker."""
+
+
+class BufferConfig(Section):
+    """The buffer between the actors and the learner."""
+
+    url: Annotated[str, AfterValidator(_redis_url)] | None = None
+    """Redis to use, ``redis://:password@host:port/db``; null starts one of our own, bound to loopback."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of our own Redis; 0 takes a free one."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """Oldest that a trajectory may be when it is trained on, in policy versions; 0 is strictly on-policy."""
+    groups_per_batch: Count
+    """Groups in one training batch."""
+    group_size: Count
+    """Trajectories in one group: episodes of the same task, compared with each other."""
+    max_bytes: Count = 1 << 30
+    """Most bytes of trajectories outstanding in the buffer; no further work is admitted beyond."""
+    slot_seconds: Seconds = 60.0
+    """How long a worker may be silent before the slots it holds are given to others, in seconds."""
+    max_attempts: Count = 3
+    """Times a task is issued before it is given up."""
+    timeout_seconds: Seconds = 10.0
+    """Longest that one Redis call may take, in seconds."""
+    outage_seconds: Seconds = 60.0
+    """How long Redis may be away before the workers give up, in seconds."""
+
+
+class MeshConfig(Section):
+    """The device mesh of the learner; the product of its axes is the number of devices."""
+
+    data: Count = 1
+    """Devices that hold the same parameters and different rows."""
+    fsdp: Count = 1
+    """Devices that parameters and optimizer state are spread over; rows are, too."""
+    tensor: Annotated[int, AfterValidator(_one)] = 1
+    """Devices that share one matrix multiplication; only 1 is implemented."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with a linear warm-up, a decay and gradient clipping by global norm."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Highest learning rate."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises linearly from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, until the last step."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the last step, as a fraction of the highest; ``constant`` ignores it."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the squared gradient's running mean."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+
+
+class LearnerConfig(Section):
+    """The learner: how many steps, in which shapes, on which devices."""
+
+    steps: Count
+    """Optimizer steps of the run."""
+    mesh: MeshConfig = MeshConfig()
+    """Devices and how the work is spread over them."""
+    row_lengths: Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_ascending)]
+    """Ladder of row lengths in tokens, ascending; trajectories are packed into rows of these lengths."""
+    rows_per_microbatch: Count = 8
+    """Rows of one forward and backward pass."""
+    optimizer: OptimizerConfig
+    """The optimizer of reinforcement learning."""
+    cpus: Cpus = 1.0
+    """CPUs that Ray sets aside for the learner; on a CPU it runs on that many threads, at least one."""
+    remat: bool = False
+    """Whether the backward pass computes each layer's activations again instead of keeping them."""
+    checkpoint_every_steps: Count = 50
+    """Steps from one checkpoint to the next."""
+    checkpoints_kept: Count = 2
+    """Newest checkpoints that are kept."""
+    publish_timeout_seconds: Seconds = 60.0
+    """Longest that the samplers may take to acknowledge new weights, in seconds."""
+    lease_timeout_seconds: Seconds = 600.0
+    """Longest that the learner waits for one batch before the run fails, in seconds."""
+
+
+class ArchitectureConfig(Section):
+    """A decoder made from scratch, in the words of a Hugging Face ``config.json``; its tokenizer is character-level."""
+
+    hidden_size: Count
+    """Width of the residual stream."""
+    intermediate_size: Count
+    """Width of the feed-forward layer."""
+    num_hidden_layers: Count
+    """Number of layers."""
+    num_attention_heads: Count
+    """Query heads."""
+    num_key_value_heads: Count
+    """Key and value heads; each serves as many query heads."""
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 128
+    """Width of one head; SGLang-Jax serves multiples of 128."""
+    max_position_embeddings: Count = 4096
+    """Longest sequence the model is meant for, in tokens."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary position embedding."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the mean square in every norm."""
+    tie_word_embeddings: bool = True
+    """Whether the output layer is the embedding table."""
+
+
+class WarmStartConfig(Section):
+    """Supervised training that gives the policy its chat format and a weak idea of the task."""
+
+    conversations: Path | None = None
+    """JSON-lines file, each ``{"messages": [{"role": ..., "content": ...}, ...]}``; null plays demonstrations."""
+    demonstrations: Count = 1024
+    """Episodes of the environment's expert to learn from, unless ``conversations`` is given."""
+    noise: Fraction = 0.5
+    """Probability that a move of the expert is replaced by a random one."""
+    steps: Count
+    """Optimizer steps."""
+    examples_per_step: Count = 32
+    """Conversations in one step."""
+    optimizer: OptimizerConfig
+    """The optimizer of the warm start."""
+
+
+class ModelSection(Section):
+    """The policy: an existing checkpoint folder, or a new model of the given architecture."""
+
+    path: Path | None = None
+    """Hugging Face checkpoint folder (config.json, safetensors, tokenizer.json, chat template) to start from."""
+    architecture: ArchitectureConfig | None = None
+    """Shape of the new model that is made when ``path`` is null."""
+    warm_start: WarmStartConfig | None = None
+    """Supervised training before reinforcement learning; null for none."""
+
+
+class ObjectiveConfig(Section):
+    """What the learner maximises."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    """Clipped importance-weighted policy gradient against the behaviour log-probabilities."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """Reward minus the mean of its group, divided by the group's standard deviation (``grpo``) or not (``dr_grpo``)."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The importance ratio is clipped below at 1 − this."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The importance ratio is clipped above at 1 + this."""
+
+
+class TelemetryConfig(Section):
+    """What a person sees of the run."""
+
+    display: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Progress on the terminal; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
+    plain_every_seconds: Seconds = 10.0
+    """Seconds from one line of the plain display to the next."""
+    eval_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps from one evaluation to the next; 0 evaluates before and after training only."""
+    dashboard: bool = False
+    """Whether the Ray we start ourselves runs its dashboard."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the Prometheus endpoint of the Ray we start ourselves; 0 takes a free one."""
+
+
+class Config(Section):
+    """A whole run. Every impossible combination is refused here, before anything starts."""
+
+    run: RunConfig = RunConfig()
+    """The run itself."""
+    task: TaskConfig = TaskConfig()
+    """Which seeds are played."""
+    agent: AgentConfig
+    """How the policy talks to the environment."""
+    environment: EnvironmentConfig
+    """What is played."""
+    sampler: SamplerConfig
+    """What samples tokens."""
+    actors: ActorsConfig = ActorsConfig()
+    """What plays episodes."""
+    buffer: BufferConfig
+    """What joins actors and learner."""
+    learner: LearnerConfig
+    """What trains."""
+    model: ModelSection
+    """What is trained."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """Towards what it is trained."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What is shown."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        check_combinations(self)
+        return self
+
+    def redacted(self) -> dict[str, Any]:
+        """The configuration as plain data for printing and storing, the buffer's password replaced by ``***``."""
+        data: dict[str, Any] = self.model_dump(mode="json")
+        if self.buffer.url is not None:
+            data["buffer"]["url"] = _without_password(self.buffer.url)
+        return data
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))

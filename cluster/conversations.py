@@ -1,0 +1,91 @@
+"""Conversations to imitate: from a file, or played by the environment's noisy expert.
+
+Axes: S = tokens of one conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from actors.chat import Chat, ChatError, Message
+from actors.environments import FROZEN_LAKE
+from actors.environments.frozen_lake import demonstrate
+from cluster.config import Config, WarmStartConfig
+from cluster.errors import ConfigError
+
+type Tokenised = tuple[np.ndarray, np.ndarray]
+"""tokens int32[S], and bool[S] true where a reply is to be learned."""
+
+
+def load_conversations(config: Config, warm_start: WarmStartConfig, chat: Chat) -> list[Tokenised]:
+    """The conversations of a warm start as tokens.
+
+    Raises:
+        ConfigError: the file is missing, malformed or too long, or the environment has no expert.
+    """
+    if warm_start.conversations is None:
+        texts = _demonstrations(config, warm_start)
+    else:
+        texts = _read(warm_start.conversations)
+    longest = config.learner.row_lengths[-1]
+    found: list[Tokenised] = []
+    for where, messages in texts:
+        try:
+            tokens_S, mask_S = chat.supervised(messages)
+        except ChatError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if len(tokens_S) > longest:
+            raise ConfigError(
+                f"{where}: the conversation has {len(tokens_S)} tokens; expected at most the longest of "
+                f"learner.row_lengths, {longest}: raise it or shorten the conversation"
+            )
+        found.append((tokens_S, mask_S))
+    if len(found) < warm_start.examples_per_step:
+        raise ConfigError(
+            f"model.warm_start.examples_per_step={warm_start.examples_per_step}: there are only {len(found)} "
+            "conversations; lower it or add conversations"
+        )
+    return found
+
+
+def _demonstrations(config: Config, warm_start: WarmStartConfig) -> Iterator[tuple[str, list[Message]]]:
+    """Episodes on training seeds; the order of seeds is that of ``run.seed``, so each seed learns from its own."""
+    if config.environment.id != FROZEN_LAKE:
+        raise ConfigError(
+            f"model.warm_start.conversations=null: {config.environment.id} has no expert that could demonstrate; "
+            'give a JSON-lines file of {"messages": [...]}'
+        )
+    rng = np.random.default_rng(config.run.seed)
+    for _ in range(warm_start.demonstrations):
+        seed = config.task.train_seed_start + int(rng.integers(config.task.train_tasks))
+        played = demonstrate(
+            seed,
+            config.environment.kwargs,
+            noise=warm_start.noise,
+            rng=rng,
+            max_turns=config.agent.max_turns,
+            system_prompt=config.agent.system_prompt,
+        )
+        yield f"demonstration on seed {seed}", played.messages
+
+
+def _read(path: Path) -> Iterator[tuple[str, list[Message]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"model.warm_start.conversations={path}: cannot be read ({error.strerror}); check the path"
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            messages = json.loads(line)["messages"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f'{where}: expected one JSON object {{"messages": [...]}} a line ({error})') from error
+        yield where, messages

@@ -1,0 +1,47 @@
+"""The errors a person can mend: reported as one line, without a traceback, with exit status 2."""
+
+from __future__ import annotations
+
+import sys
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; each line names a key, its value, what is expected and what to do."""
+
+
+class RunError(RuntimeError):
+    """The run folder cannot be used as asked: it exists, is missing, is in use, or belongs to another model."""
+
+
+class RayUnavailable(RuntimeError):
+    """The Ray cluster that was asked for does not answer."""
+
+
+_ELSEWHERE = (
+    ("actors.chat", "ChatError"),
+    ("actors.environments", "EnvironmentSetupError"),
+    ("buffer.errors", "BufferUnavailable"),
+    ("buffer.errors", "PortInUse"),
+    ("learner.mesh", "MeshError"),
+    ("learner.models.config", "ModelError"),
+)
+
+
+def user_errors() -> tuple[type[BaseException], ...]:
+    """The errors a person can mend by changing what they typed or started.
+
+    Those of other packages count once their module is loaded: before that nobody can have raised
+    them, and a mistake in the configuration is told without waiting for imports.
+    """
+    loaded = [getattr(sys.modules[module], name) for module, name in _ELSEWHERE if module in sys.modules]
+    return (ConfigError, RunError, RayUnavailable, *loaded)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The exception raised inside a Ray actor, if ``error`` is Ray's wrapping of one; else ``error``."""
+    if "ray" in sys.modules:
+        from ray.exceptions import RayTaskError
+
+        if isinstance(error, RayTaskError):
+            return error.cause
+    return error

@@ -1,0 +1,198 @@
+"""The learner as a Ray actor: one process that owns the training devices.
+
+It is told to train and answers only at the end; meanwhile ``poll`` hands out what happened and
+``stop`` ends the training after the step in hand. Ray runs these calls in threads beside it.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from actors.tokenizers import write_character_tokenizer
+from buffer import Buffer
+from cluster.config import ArchitectureConfig, Config, OptimizerConfig
+from cluster.conversations import Tokenised
+from learner.checkpoints import Checkpoints
+from learner.learner import Learner, Record
+from learner.mesh import make_mesh
+from learner.models.config import ModelConfig
+from learner.models.weights import initial_params, read_model, write_model
+from learner.objectives import ADVANTAGES, POLICY_LOSSES, Objective, cross_entropy
+from learner.optimizer import make_optimizer
+from learner.packing import Ladder
+from learner.publisher import BroadcastError, Publisher
+from learner.step import TrainStep
+from learner.supervised import supervised_example, train_supervised
+
+PUBLISH_ATTEMPTS = 3
+PUBLISH_BACKOFF_SECONDS = 1.0
+
+CONCURRENT_CALLS = 4
+"""Calls that Ray runs side by side: the training, and those that look at it or stop it."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+class LearnerActor:
+    """Trains one policy, first by imitation and then by reinforcement."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._learner: Learner | None = None
+
+    def __repr__(self) -> str:
+        return f"Learner({self._config.run.name})"
+
+    def make_model(self, architecture: ArchitectureConfig, folder: Path) -> None:
+        """Write a new model: tokenizer, chat template, and random weights drawn from ``run.seed``."""
+        vocab_size = write_character_tokenizer(folder)
+        model = ModelConfig(vocab_size=vocab_size, **architecture.model_dump())
+        write_model(model, initial_params(model, self._config.run.seed), folder)
+
+    def imitate(self, source: Path, target: Path, conversations: Sequence[Tokenised]) -> None:
+        """Train the model in ``source`` on conversations and write it to ``target``; needs ``model.warm_start``."""
+        warm_start = self._config.model.warm_start
+        if warm_start is None:
+            raise ValueError("model.warm_start is null; it says how to imitate")
+        model, params = read_model(source)
+        params = train_supervised(
+            self._step(model, warm_start.optimizer, warm_start.steps, cross_entropy, temperature=1.0),
+            params,
+            [supervised_example(tokens_S, mask_S) for tokens_S, mask_S in conversations],
+            ladder=self._ladder,
+            steps=warm_start.steps,
+            batch_size=warm_start.examples_per_step,
+            seed=self._config.run.seed,
+            stop=self._stop,
+            on_step=self._records.put,
+        )
+        if not self._stop.is_set():
+            write_model(model, params, target)
+            copy_tokenizer(source, target)
+
+    def start(
+        self, model_folder: Path, samplers: Mapping[str, Any], *, buffer_url: str, run: str, checkpoints: Path
+    ) -> int:
+        """Compile the training step, take up the newest checkpoint and publish the first version.
+
+        Args:
+            model_folder: the policy at step 0.
+            samplers: Ray handles of all samplers, by name.
+            buffer_url: Redis.
+            run: name of the run in the buffer.
+            checkpoints: folder of the checkpoints.
+
+        Returns:
+            The step that training goes on from; 0 for a new run.
+        """
+        settings, objective = self._config.learner, self._config.objective
+        model, params = read_model(model_folder)
+        loss = partial(POLICY_LOSSES[objective.name], clip_low=objective.clip_low, clip_high=objective.clip_high)
+        self._learner = Learner(
+            self._step(model, settings.optimizer, settings.steps, loss, self._config.sampler.temperature),
+            params,
+            ladder=self._ladder,
+            advantage=ADVANTAGES[objective.advantage],
+            buffer=Buffer(buffer_url, run, timeout_seconds=self._config.buffer.timeout_seconds),
+            publisher=Publisher(
+                model,
+                partial(broadcast, samplers, settings.publish_timeout_seconds),
+                attempts=PUBLISH_ATTEMPTS,
+                backoff_seconds=PUBLISH_BACKOFF_SECONDS,
+                timeout_seconds=2 * PUBLISH_ATTEMPTS * settings.publish_timeout_seconds,
+            ),
+            checkpoints=Checkpoints(checkpoints, model, keep=settings.checkpoints_kept),
+            checkpoint_every_steps=settings.checkpoint_every_steps,
+            batch_timeout_seconds=settings.lease_timeout_seconds,
+        )
+        self._model, self._model_folder = model, model_folder
+        self._learner.start()
+        return self._learner.step
+
+    def train(self) -> int:
+        """Train until ``learner.steps`` or :meth:`stop`; returns the steps made, after a checkpoint was saved."""
+        learner = self._started()
+        learner.run(self._config.learner.steps, self._stop, self._records.put)
+        return learner.step
+
+    def write_model(self, folder: Path) -> None:
+        """Write the current policy as a Hugging Face folder."""
+        write_model(self._model, self._started().params, folder)
+        copy_tokenizer(self._model_folder, folder)
+
+    def poll(self) -> list[Record]:
+        """The records of the steps made since the last call."""
+        records: list[Record] = []
+        while not self._records.empty():
+            records.append(self._records.get())
+        return records
+
+    def stop(self) -> None:
+        """End the training after the step in hand."""
+        self._stop.set()
+
+    @property
+    def _ladder(self) -> Ladder:
+        settings = self._config.learner
+        shards = settings.mesh.data * settings.mesh.fsdp
+        return Ladder.of(settings.row_lengths, settings.rows_per_microbatch, shards)
+
+    def _step(
+        self, model: ModelConfig, optimizer: OptimizerConfig, steps: int, objective: Objective, temperature: float
+    ) -> TrainStep:
+        settings = self._config.learner
+        return TrainStep(
+            model,
+            make_mesh(model, **settings.mesh.model_dump()),
+            self._ladder,
+            make_optimizer(total_steps=steps, **optimizer.model_dump()),
+            objective,
+            temperature=temperature,
+            remat=settings.remat,
+        )
+
+    def _started(self) -> Learner:
+        if self._learner is None:
+            raise RuntimeError("the learner is not started; call start first")
+        return self._learner
+
+
+def broadcast(
+    samplers: Mapping[str, Any], timeout_seconds: float, version: int, weights: Mapping[str, np.ndarray]
+) -> None:
+    """Hand weights to every sampler through Ray's object store, one copy for all of a node.
+
+    Raises:
+        BroadcastError: a sampler refused or did not acknowledge in time; the message names it.
+    """
+    stored = ray.put(dict(weights))
+    acknowledgements = {name: sampler.update.remote(version, stored) for name, sampler in samplers.items()}
+    ray.wait(list(acknowledgements.values()), num_returns=len(acknowledgements), timeout=timeout_seconds)
+    for name, acknowledgement in acknowledgements.items():
+        try:
+            ray.get(acknowledgement, timeout=0)
+        except GetTimeoutError as error:
+            raise BroadcastError(
+                f"sampler {name} did not acknowledge version {version} within {timeout_seconds:g} s"
+            ) from error
+        except (RayTaskError, RayActorError) as error:
+            raise BroadcastError(f"sampler {name} did not take version {version}: {error}") from error
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what turns text into tokens from one model folder to another."""
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

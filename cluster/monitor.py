@@ -1,0 +1,94 @@
+"""The monitor: looks at every service of a run, records what the learner did, and shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from buffer import Buffer, BufferUnavailable, Stats
+from cluster.display import Display
+from cluster.runfolder import RunFolder
+from cluster.telemetry import RayMetrics, Snapshot
+
+ANSWER_SECONDS = 60.0
+"""Longest that a service may take to tell how it is."""
+
+
+class Monitor:
+    """What is known of a run's services.
+
+    Attributes:
+        stats: the buffer, when it last answered.
+        sampler_compilations: compilations of all samplers after their warm-up.
+        steps: optimizer steps seen so far.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        display: Display,
+        buffer: Buffer,
+        *,
+        learner: Any,
+        samplers: Mapping[str, Any],
+        workers: Mapping[str, Any],
+        staleness_limit: int,
+    ) -> None:
+        self._folder, self._display, self._buffer = folder, display, buffer
+        self._learner, self._samplers, self._workers = learner, samplers, workers
+        self._metrics = RayMetrics(folder.name)
+        self._snapshot: Snapshot = {"staleness_limit": staleness_limit}
+        self._sampled = (time.monotonic(), 0)
+        self.stats: Stats | None = None
+        self.sampler_compilations = 0
+        self.steps = 0
+
+    def look(self) -> None:
+        """See how every service is; record new steps, set the metrics and update the display.
+
+        Raises:
+            RayTaskError, RayActorError: a service failed.
+            GetTimeoutError: a service did not answer within ``ANSWER_SECONDS``.
+        """
+        services = [*self._samplers.values(), *self._workers.values()]
+        records, *statuses = ray.get(
+            [self._learner.poll.remote(), *(service.status.remote() for service in services)], timeout=ANSWER_SECONDS
+        )
+        self._take_steps(records)
+        self._take_samplers(statuses[: len(self._samplers)])
+        workers = statuses[len(self._samplers) :]
+        self._snapshot["episodes_per_second"] = sum(status["episodes_per_second"] for status in workers)
+        self._snapshot["episodes_failed"] = sum(sum(status["errors"].values()) for status in workers)
+        self._take_buffer()
+        self._metrics.set(self._snapshot)
+        self._display.update(self._snapshot)
+
+    def _take_steps(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            self._folder.append_metrics("step", record)
+            self._snapshot.update({name: record[name] for name in Snapshot.__annotations__ if name in record})  # type: ignore[typeddict-item]
+            self.steps = int(record["step"])
+
+    def _take_samplers(self, statuses: list[dict[str, Any]]) -> None:
+        now, tokens = time.monotonic(), sum(status["tokens_sampled"] for status in statuses)
+        before, tokens_before = self._sampled
+        if now > before:
+            self._snapshot["sampler_tokens_per_second"] = (tokens - tokens_before) / (now - before)
+        self._sampled = (now, tokens)
+        self.sampler_compilations = sum(status["compilations_after_warmup"] for status in statuses)
+
+    def _take_buffer(self) -> None:
+        try:
+            stats = self._buffer.stats()
+        except BufferUnavailable as error:  # workers and learner decide whether that ends the run
+            self._display.note(f"the buffer does not answer: {error}")
+            return
+        self.stats = stats
+        self._snapshot["groups_reserved"] = stats.reserved
+        self._snapshot["groups_ready"] = stats.ready
+        self._snapshot["groups_leased"] = stats.leased
+        self._snapshot["groups_limit"] = stats.limits.max_groups
+        self._metrics.set_groups(stats.counters)

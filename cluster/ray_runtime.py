@@ -1,0 +1,146 @@
+"""Ray for the length of one run: the cluster we were given, or one of our own that nobody else can reach.
+
+Ray reads most of its settings when it is imported, so they are set first and Ray is imported late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cluster.errors import RayUnavailable
+
+CONNECT_TIMEOUT_SECONDS = 10.0
+"""Longest that the head of an existing cluster may take to accept a connection."""
+
+OBJECT_STORE_BYTES = 1 << 30
+"""Bound on the shared memory of a local Ray, which holds the weights on their way to the samplers."""
+
+HEAD_PORT = 6379
+"""Port of a Ray head unless its address says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayRuntime:
+    """The Ray that a run uses.
+
+    Attributes:
+        address: ``host:port`` of the cluster's control store.
+        local: whether it was started here and ends with the run.
+        cpus: CPUs of the cluster.
+        session_folder: where its logs are, on the machine of the head.
+    """
+
+    address: str
+    local: bool
+    cpus: int
+    session_folder: str
+
+
+@contextmanager
+def ray_runtime(*, dashboard: bool, metrics_port: int) -> Iterator[RayRuntime]:
+    """Connect to the cluster named by ``RAY_ADDRESS`` (set inside a submitted job), or start a local Ray.
+
+    A local Ray listens on loopback only, asks for a token that only this process and its children
+    know, and is shut down at the end of the block, whatever ends it.
+
+    Args:
+        dashboard: whether a local Ray runs its dashboard.
+        metrics_port: Prometheus port of a local Ray; 0 takes a free one.
+
+    Raises:
+        RayUnavailable: nobody answers at ``RAY_ADDRESS``.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    local = _local()
+    set_ray_environment()
+    if not local and address != "auto":
+        _probe(address)
+
+    import ray
+
+    try:
+        if local:
+            ray.init(
+                address="local",
+                include_dashboard=dashboard,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _metrics_export_port=metrics_port or None,
+            )
+        else:
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except ConnectionError as error:
+                raise RayUnavailable(_unanswered(address, " ".join(str(error).split()))) from error
+        context = ray.get_runtime_context()
+        yield RayRuntime(
+            address=context.gcs_address,
+            local=local,
+            cpus=int(ray.cluster_resources().get("CPU", 1)),
+            session_folder=ray.nodes()[0]["ObjectStoreSocketName"].rpartition("/sockets/")[0],
+        )
+    finally:
+        ray.shutdown()
+
+
+def jax_environment(threads: int) -> dict[str, str]:
+    """Environment of an actor that runs JAX on ``threads`` threads of a CPU; give it as ``runtime_env["env_vars"]``.
+
+    XLA sizes its pools by the machine, and two processes that each use every core slow each other down.
+    """
+    return {
+        "NPROC": str(threads),  # XLA's thread pools
+        "OMP_NUM_THREADS": str(threads),
+        "XLA_FLAGS": " ".join(
+            [os.environ.get("XLA_FLAGS", ""), f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"]
+        ).strip(),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def set_ray_environment() -> None:
+    """Set what Ray reads when it is imported: call this before anything imports it. What is set already stays.
+
+    A Ray that we start belongs to this process alone; one at ``RAY_ADDRESS`` brings its own settings.
+    """
+    if not _local():
+        return
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        # In the environment and not in Ray's token file, which would turn authentication on for clusters of others.
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Despite its name: with clusters disabled, Ray takes 127.0.0.1 for the address of this node on any system.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def _local() -> bool:
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
+
+
+def _probe(address: str) -> None:
+    """Ray retries a dead address for minutes; a plain connection tells at once."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        host, port = port, str(HEAD_PORT)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise RayUnavailable(_unanswered(address, str(error))) from error
+
+
+def _unanswered(address: str, why: str) -> str:
+    return (
+        f"RAY_ADDRESS={address}: no Ray head answers ({why}); start one with `ray start --head`, "
+        "or unset RAY_ADDRESS to use a Ray of our own"
+    )

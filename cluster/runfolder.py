@@ -1,0 +1,248 @@
+"""The run folder: everything a run keeps, at ``<run.folder>/<name>/``.
+
+One process at a time holds a run folder: an advisory lock, released by the kernel when the
+process dies however it dies. ``metrics.jsonl`` is only appended to; ``summary.json`` and
+``config.yaml`` are replaced as a whole, so that a reader never meets half a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import yaml
+
+from cluster.config import Config
+from cluster.errors import RunError
+from cluster.loading import to_yaml
+
+type Kind = Literal["step", "evaluation", "warm_start"]
+
+_RUN_ID = "run_id"
+_BEFORE_ANY_RESULT = {".lock", "config.yaml", "redis", _RUN_ID}
+
+
+class RunFolder:
+    """Paths and small files of one run, held by this process until :meth:`close`.
+
+    Attributes:
+        root: the folder itself, absolute.
+        name: name of the run.
+        resumed: whether the run existed before.
+        notice: something a person should know about where the folder lies, or None.
+        run_id: name of the run in the buffer; runs of one name that share a Redis differ in it.
+    """
+
+    def __init__(self, root: Path, *, resumed: bool, notice: str | None = None) -> None:
+        self.root = root
+        self.name = root.name
+        self.resumed = resumed
+        self.notice = notice
+        self._lock = _lock(root)
+        self.run_id = self._take_run_id()
+
+    @classmethod
+    def open(cls, config: Config) -> RunFolder:
+        """Create the folder of a new run, or take up an existing one when ``run.resume`` is set.
+
+        Raises:
+            RunError: the name is taken, the run to resume is missing or of another model, or another process holds it.
+        """
+        parent, notice = runs_folder(config.run.folder)
+        if config.run.resume:
+            root = parent / (config.run.name or _newest(parent, config.run.experiment))
+            if not (root / "config.yaml").is_file():
+                raise RunError(f"run.resume=true: {root} holds no run to go on with; check run.name and run.folder")
+            _refuse_another_model(root, config)
+        else:
+            root = _create(parent, config)
+        folder = cls(root, resumed=config.run.resume, notice=notice)
+        folder.write_config(config)
+        return folder
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object a line: training steps and evaluations."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        """The outcome of the run."""
+        return self.root / "summary.json"
+
+    @property
+    def learning_curve_path(self) -> Path:
+        """The plot of ``metrics.jsonl``."""
+        return self.root / "learning_curve.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the learner's checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def redis(self) -> Path:
+        """Folder of the embedded Redis."""
+        return self.root / "redis"
+
+    @property
+    def initial_model(self) -> Path:
+        """Hugging Face folder of the policy at step 0, after the warm start."""
+        return self.root / "initial_model"
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face folder of the trained model."""
+        return self.root / "model"
+
+    def append_metrics(self, kind: Kind, record: Mapping[str, Any]) -> None:
+        """Append one record to ``metrics.jsonl``; it is readable by others at once.
+
+        Args:
+            kind: what the record tells of; stored as ``kind``.
+            record: JSON-serialisable values. A ``step`` is the learner's record; an ``evaluation`` has ``step``,
+                ``success_mean``, ``reward_mean`` and ``episodes``; a ``warm_start`` has ``step`` and ``loss``.
+        """
+        with open(self.metrics_path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **record}) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole records of ``metrics.jsonl``, in the order written."""
+        return read_metrics(self.metrics_path)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, replacing an earlier one at once."""
+        _replace(self.summary_path, json.dumps(summary, indent=2) + "\n")
+
+    def write_config(self, config: Config) -> None:
+        """Write ``config.yaml``, without passwords."""
+        data = config.redacted()
+        data["run"]["name"] = self.name
+        _replace(self.config_path, to_yaml(data))
+
+    def _take_run_id(self) -> str:
+        path = self.root / _RUN_ID
+        if not path.is_file():
+            _replace(path, f"{self.name}-{secrets.token_hex(4)}\n")
+        return path.read_text(encoding="utf-8").strip()
+
+    def close(self) -> None:
+        """Let another process have the run; one that never got anywhere leaves no folder, so that its name is free."""
+        if not self.resumed and {path.name for path in self.root.iterdir()} <= _BEFORE_ANY_RESULT:
+            shutil.rmtree(self.root)
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def runs_folder(folder: Path) -> tuple[Path, str | None]:
+    """Where run folders lie, absolute, and a notice when that is not where the working directory says.
+
+    A submitted Ray job works in a copy that Ray deletes with the job, so a relative folder would be lost.
+    """
+    here = Path.cwd()
+    if folder.is_absolute() or "working_dir_files" not in here.parts:
+        return here / folder, None
+    parent = Path.home() / "headrace" / folder
+    return parent, f"the working directory is Ray's temporary copy; the run is kept in {parent}"
+
+
+def _create(parent: Path, config: Config) -> Path:
+    if config.run.name is not None:
+        root = parent / config.run.name
+        try:
+            root.mkdir(parents=True)
+        except FileExistsError:
+            raise RunError(
+                f"run.name={config.run.name}: {root} exists; go on with it by run.resume=true, or choose another name"
+            ) from None
+        except OSError as error:
+            raise RunError(f"run.folder={config.run.folder}: cannot make {root}: {error.strerror}") from error
+        return root
+    number = max(_numbers(parent, config.run.experiment), default=0)
+    while True:
+        number += 1
+        root = parent / f"{config.run.experiment}-{number}"
+        try:
+            root.mkdir(parents=True)
+        except FileExistsError:
+            continue  # another process was faster
+        except OSError as error:
+            raise RunError(f"run.folder={config.run.folder}: cannot make {root}: {error.strerror}") from error
+        return root
+
+
+def _numbers(parent: Path, experiment: str) -> list[int]:
+    pattern = re.compile(re.escape(experiment) + r"-(\d+)")
+    names = [pattern.fullmatch(path.name) for path in parent.iterdir()] if parent.is_dir() else []
+    return [int(match[1]) for match in names if match is not None]
+
+
+def _newest(parent: Path, experiment: str) -> str:
+    numbers = _numbers(parent, experiment)
+    if not numbers:
+        raise RunError(
+            f"run.resume=true: {parent} holds no run named {experiment}-<number>; start one, or set run.name"
+        )
+    return f"{experiment}-{max(numbers)}"
+
+
+def _refuse_another_model(root: Path, config: Config) -> None:
+    stored = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["model"]
+    asked = config.redacted()["model"]
+    for key in ("path", "architecture"):
+        if stored[key] == asked[key]:
+            continue
+        if isinstance(stored[key], dict) and isinstance(asked[key], dict):
+            field = next(name for name in asked[key] if stored[key].get(name) != asked[key][name])
+            name, was, now = f"model.{key}.{field}", stored[key].get(field), asked[key][field]
+        else:
+            name, was, now = f"model.{key}", stored[key], asked[key]
+        raise RunError(f"{name}={now}: the run in {root} was started with {was}; use that, or start a new run")
+
+
+def _lock(root: Path) -> int:
+    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode() or "unknown"
+        os.close(descriptor)
+        raise RunError(f"{root} is in use by process {holder}; wait for it, stop it, or choose another name") from None
+    os.truncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def _replace(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".new")
+    with open(staged, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)

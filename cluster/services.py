@@ -1,0 +1,179 @@
+"""The services of a run: buffer, samplers, rollout workers and learner, as the configuration asks for them.
+
+Actors are named ``<run>/<role>``, which is what the Ray dashboard shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.episode import Agent
+from actors.samplers.local import LocalSampler
+from actors.worker import RolloutWorker
+from buffer import Buffer, EmbeddedRedis, Limits
+from cluster.config import Config
+from cluster.learner_actor import CONCURRENT_CALLS, LearnerActor
+from cluster.ray_runtime import jax_environment
+from cluster.runfolder import RunFolder
+
+START_SECONDS = 600.0
+"""Longest that an actor may take from its creation to its first answer: a node may have to start for it."""
+
+WORKER_CALLS = 1000
+"""Calls that Ray lets run at once in an asynchronous actor; each is a coroutine, not a thread."""
+
+STORE_MEMORY_MARGIN = 256 << 20
+"""Memory of our own Redis beyond the payloads' bound: control state, buffers of clients, the log's rewrite."""
+
+
+class StartError(RuntimeError):
+    """A service did not come up in time; the message names it."""
+
+
+@contextmanager
+def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buffer]]:
+    """URL and client of the run's open buffer, on ``buffer.url`` or on a Redis of our own for the length of the block.
+
+    Raises:
+        PortInUse: ``buffer.port`` is taken.
+        BufferUnavailable: nobody answers at ``buffer.url``.
+    """
+    settings = config.buffer
+    limits = Limits(
+        max_staleness=settings.max_staleness,
+        groups_per_batch=settings.groups_per_batch,
+        group_size=settings.group_size,
+        max_bytes=settings.max_bytes,
+        slot_seconds=settings.slot_seconds,
+        max_attempts=settings.max_attempts,
+    )
+
+    @contextmanager
+    def opened(url: str) -> Iterator[tuple[str, Buffer]]:
+        client = Buffer(url, folder.run_id, timeout_seconds=settings.timeout_seconds)
+        try:
+            client.open(limits)
+            yield url, client
+        finally:
+            client.close()
+
+    if settings.url is not None:
+        with opened(settings.url) as service:
+            yield service
+        return
+    memory = settings.max_bytes + STORE_MEMORY_MARGIN
+    with EmbeddedRedis(folder.redis, port=settings.port, max_memory=memory) as server, opened(server.url) as service:
+        yield service
+
+
+def start_learner(config: Config, run: str, *, role: str = "learner", cpus: float | None = None) -> Any:
+    """A handle of a new :class:`LearnerActor`; ``cpus`` replaces ``learner.cpus``."""
+    cpus = config.learner.cpus if cpus is None else cpus
+    actor = ray.remote(LearnerActor).options(
+        name=f"{run}/{role}", num_cpus=cpus, max_concurrency=CONCURRENT_CALLS, runtime_env=_environment(cpus)
+    )
+    return actor.remote(config)
+
+
+def start_samplers(config: Config, run: str, model_folder: Path) -> dict[str, Any]:
+    """Handles of new samplers by name; they compile before they answer."""
+    settings = config.sampler
+    return {
+        name: ray.remote(LocalSampler)
+        .options(
+            name=f"{run}/{name}",
+            num_cpus=settings.cpus,
+            max_concurrency=WORKER_CALLS,
+            runtime_env=_environment(settings.cpus),
+        )
+        .remote(
+            model=model_folder,
+            slots=settings.slots,
+            context_length=settings.context_length,
+            on_update=settings.on_update,
+            seed=config.run.seed * settings.replicas + replica,
+            name=name,
+        )
+        for replica, name in enumerate(f"sampler-{i}" for i in range(settings.replicas))
+    }
+
+
+def start_workers(
+    config: Config, run: str, run_id: str, model_folder: Path, samplers: Mapping[str, Any], buffer_url: str
+) -> dict[str, Any]:
+    """Handles of new rollout workers by name; they play nothing before ``run`` is called."""
+    settings, buffer = config.actors, config.buffer
+    return {
+        name: ray.remote(RolloutWorker)
+        .options(name=f"{run}/{name}", num_cpus=settings.cpus, max_concurrency=WORKER_CALLS)
+        .remote(
+            name=name,
+            buffer_url=buffer_url,
+            run=run_id,
+            buffer_timeout_seconds=buffer.timeout_seconds,
+            buffer_outage_seconds=buffer.outage_seconds,
+            samplers=samplers,
+            model_folder=model_folder,
+            environment_id=config.environment.id,
+            environment_kwargs=config.environment.kwargs,
+            step_timeout_seconds=config.environment.step_timeout_seconds,
+            threads=settings.environment_threads,
+            agent=Agent(
+                system_prompt=config.agent.system_prompt,
+                max_turns=config.agent.max_turns,
+                max_tokens_per_turn=config.agent.max_tokens_per_turn,
+                context_length=config.sampler.context_length,
+                request_timeout_seconds=config.sampler.request_timeout_seconds,
+            ),
+            temperature=config.sampler.temperature,
+            episodes_in_flight=settings.episodes_in_flight,
+            max_episode_attempts=settings.max_episode_attempts,
+            train_seed_start=config.task.train_seed_start,
+            train_tasks=config.task.train_tasks,
+        )
+        for name in (f"worker-{i}" for i in range(settings.workers))
+    }
+
+
+def wait_until_up(services: Mapping[str, Any], watch: Callable[[], None]) -> None:
+    """Wait until every sampler or worker answers.
+
+    Args:
+        services: handles by name.
+        watch: called every half second; whatever it raises ends the wait.
+
+    Raises:
+        StartError: one did not answer within ``START_SECONDS``.
+    """
+    answers = {handle.status.remote(): name for name, handle in services.items()}
+    wait_for(list(answers), watch, seconds=START_SECONDS, whom=", ".join(services))
+
+
+def wait_for(calls: Sequence[Any], watch: Callable[[], None], *, seconds: float, whom: str) -> list[Any]:
+    """The answers of actor calls; the first failure is raised as soon as it happens.
+
+    Raises:
+        StartError: not all of ``whom`` answered within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    pending = list(calls)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=0.5)
+        ray.get(done)
+        watch()
+        if pending and time.monotonic() > deadline:
+            raise StartError(
+                f"{whom} did not answer within {seconds:.0f} s; `ray status` says whether resources are missing"
+            )
+    answers: list[Any] = ray.get(list(calls))
+    return answers
+
+
+def _environment(cpus: float) -> dict[str, Any]:
+    return {"env_vars": jax_environment(max(1, round(cpus)))}

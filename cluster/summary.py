@@ -1,0 +1,82 @@
+"""The outcome of a run in numbers: ``summary.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from buffer import OUTCOMES, Stats
+
+
+def summarise_run(
+    records: Sequence[Mapping[str, Any]],
+    stats: Stats,
+    *,
+    staleness_limit: int,
+    sampler_compilations: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """What ``summary.json`` holds.
+
+    Args:
+        records: of ``metrics.jsonl``; those of all starts of a resumed run.
+        stats: of the buffer, at the end.
+        staleness_limit: ``buffer.max_staleness``.
+        sampler_compilations: of all samplers, after their warm-up.
+        seconds: of this start, from the first to the last moment.
+
+    Returns:
+        ``success_before`` and ``success_after`` are None as long as nothing was evaluated at the start and at the
+        end; ``max_logprob_difference`` is over all tokens that were trained by the very version that had sampled them,
+        None if there were none. In ``groups``, ``reserved`` is the sum of all the others.
+    """
+    steps = [record for record in records if record["kind"] == "step"]
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    last_step = int(steps[-1]["step"]) if steps else 0
+    before = next((e for e in evaluations if e["step"] == 0), None)
+    after = next((e for e in reversed(evaluations) if e["step"] == last_step > 0), None)
+    compared = [s["logprob_difference_max"] for s in steps if s["logprob_difference_tokens"]]
+    return {
+        "success_before": before and before["success_mean"],
+        "success_after": after and after["success_mean"],
+        "episodes_evaluated": after["episodes"] if after else 0,
+        "seconds": round(seconds, 1),
+        "steps": last_step,
+        "version": stats.version,
+        "trajectories_trained": sum(int(s["trajectories"]) for s in steps),
+        "staleness_max_trained": max((int(s["staleness_max"]) for s in steps), default=None),
+        "staleness_limit": staleness_limit,
+        "compilations_after_warmup": sampler_compilations
+        + max((int(s["compilations_after_warmup"]) for s in steps), default=0),
+        "learner_idle_fraction": steps[-1]["learner_idle_fraction"] if steps else None,
+        "max_logprob_difference": max(compared, default=None),
+        "groups": {
+            "reserved": stats.counters["reserved"],
+            **{name: stats.counters[name] for name in OUTCOMES},
+            "ready": stats.ready,
+            "running": stats.reserved,
+            "leased": stats.leased,
+        },
+    }
+
+
+def outcome_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The summary for a person: label → value."""
+    groups = summary["groups"]
+    rows = {
+        "success before": _share(summary["success_before"]),
+        "success after": _share(summary["success_after"]),
+        "steps": f"{summary['steps']}, {summary['trajectories_trained']} trajectories",
+        "staleness": f"at most {summary['staleness_max_trained']}, allowed {summary['staleness_limit']}",
+        "learner idle": _share(summary["learner_idle_fraction"]),
+        "compilations after warm-up": str(summary["compilations_after_warmup"]),
+        "groups": ", ".join(f"{count} {name}" for name, count in groups.items() if count),
+        "seconds": f"{summary['seconds']:.0f}",
+    }
+    if summary["max_logprob_difference"] is not None:
+        rows["sampler and learner differ by"] = f"{summary['max_logprob_difference']:.1e} nats at most"
+    return rows
+
+
+def _share(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.1%}"

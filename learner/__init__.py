@@ -1,0 +1,1 @@
+"""The learner: leases batches of trajectories, trains with sharded JAX, publishes weights."""

@@ -1,0 +1,205 @@
+"""The learner: lease, train, publish, acknowledge, and never wait for one particular actor.
+
+The order that keeps staleness right: step k trains with version v; its weights go to every sampler as
+v + 1; only when all have acknowledged is the batch acknowledged to the buffer, which frees its slots and raises
+the version in one script. Meanwhile the next batch is fetched, and may be trained, as version v + 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from buffer import Buffer
+from learner.checkpoints import Checkpoints
+from learner.models.compilations import CompilationCounter
+from learner.packing import Ladder
+from learner.publisher import Publisher
+from learner.step import TrainStep
+from learner.stream import Advantage, Batch, Stream
+
+logger = logging.getLogger(__name__)
+
+type Record = dict[str, float]
+"""Numbers of one step, for metrics; see :meth:`Learner.run`."""
+
+
+class DivergedError(RuntimeError):
+    """Training produced a loss or gradient that is not finite; nothing was published or saved after it."""
+
+
+class Learner:
+    """One learner gang of one process. Call :meth:`start`, :meth:`run`, :meth:`close`, in this order."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        params: nnx.State,
+        *,
+        ladder: Ladder,
+        advantage: Advantage,
+        buffer: Buffer,
+        publisher: Publisher,
+        checkpoints: Checkpoints,
+        checkpoint_every_steps: int,
+        batch_timeout_seconds: float,
+    ) -> None:
+        """Make a learner; nothing is started.
+
+        Args:
+            step: the training step; trains on the shapes of ``ladder``.
+            params: where training starts, unless there is a checkpoint.
+            ladder: shapes to pack into.
+            advantage: from a group's rewards to its advantages.
+            buffer: an open buffer.
+            publisher: hands weights to the samplers.
+            checkpoints: of this run; the newest one is taken up.
+            checkpoint_every_steps: steps between checkpoints.
+            batch_timeout_seconds: longest wait for one batch.
+        """
+        self._train, self._params = step, params
+        self._ladder, self._advantage, self._buffer = ladder, advantage, buffer
+        self._publisher, self._checkpoints = publisher, checkpoints
+        self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
+        self._compilations = CompilationCounter()
+        self._compiled = 0
+        self._epoch = self._step = self._version = 0
+        self._waited = self._worked = 0.0
+
+    @property
+    def params(self) -> nnx.State:
+        """The current parameters, on the devices."""
+        return self._state.params
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates made so far."""
+        return self._step
+
+    @property
+    def version(self) -> int:
+        """The policy version that is trained next."""
+        return self._version
+
+    def start(self) -> None:
+        """Take up the newest checkpoint if there is one, compile everything, publish the first version.
+
+        A run that has published before goes on with the next number: versions never go back, steps do.
+
+        Raises:
+            ModelError: the checkpoint is of another model.
+            PublicationError: a sampler did not take the weights.
+        """
+        self._state = self._train.initialise(self._params)
+        latest = self._checkpoints.latest()
+        published = self._buffer.version()
+        if latest is not None:
+            self._state, saved_version = self._checkpoints.restore(latest, self._train.abstract_state)
+            self._step = latest
+            published = max(published, saved_version)
+            logger.info("going on from the checkpoint of step %d", latest)
+        self._train.warm_up(self._state)
+        self._epoch = self._buffer.begin_epoch()
+        self._version = published + 1 if latest is not None or published else 0
+        self._publish(partial(self._buffer.advance, self._epoch, self._version))
+        self._publisher.flush()
+        self._compiled = self._compilations.count
+
+    def run(self, total_steps: int, stop: threading.Event, on_step: Callable[[Record], None]) -> None:
+        """Train until ``total_steps`` updates are made or ``stop`` is set, then publish what is pending and save.
+
+        Args:
+            total_steps: updates of the whole run, those of its earlier starts included.
+            stop: finish the step in hand and return.
+            on_step: called after every step with
+
+                * step, version (that the step trained), loss, reward_mean, success_mean, staleness_mean, staleness_max
+                * tokens, trained_tokens, trajectories, zero_variance_groups, padding_fraction
+                * idle_seconds (waiting for this batch and for samplers), step_seconds, publish_seconds (last
+                  finished publication), learner_idle_fraction (waiting ÷ all, since the first batch arrived)
+                * grad_norm, learning_rate, entropy, ratio_mean, ratio_max, clip_fraction, kl_k3
+                * logprob_difference_max, logprob_difference_tokens (tokens sampled by the version being trained)
+                * compilations_after_warmup
+
+        Raises:
+            WaitTimeout: the actors delivered no batch in time.
+            PublicationError: a sampler did not take the weights.
+            Fenced: another learner has taken over the run.
+            DivergedError: loss or gradient is not finite.
+        """
+        stream = Stream(
+            self._buffer,
+            self._epoch,
+            ladder=self._ladder,
+            advantage=self._advantage,
+            put=self._train.put,
+            timeout_seconds=self._batch_timeout,
+            stop=stop,
+        )
+        try:
+            if self._step < total_steps:
+                stream.request(self._version)
+            while self._step < total_steps and not stop.is_set():
+                waiting = time.monotonic()
+                batch = stream.take()
+                if batch is None:
+                    break
+                idle = time.monotonic() - waiting
+                if self._step + 1 < total_steps:
+                    stream.request(self._version + 1)
+                on_step(self._make_step(batch, idle))
+                if self._step % self._checkpoint_every == 0:
+                    self._save()
+            self._publisher.flush()
+            self._save()
+            self._checkpoints.wait()
+        finally:
+            stream.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._publisher.close()
+        self._checkpoints.close()
+
+    def _make_step(self, batch: Batch, idle: float) -> Record:
+        """Train on one batch and queue the result for publication."""
+        start = time.monotonic()
+        self._state, on_device = self._train(self._state, batch.micro_batches, self._version)
+        metrics: dict[str, Any] = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            raise DivergedError(
+                f"step {self._step + 1}: loss is {metrics['loss']}, gradient norm {metrics['grad_norm']}; both must be "
+                "finite: lower the learning rate and resume from the last checkpoint"
+            )
+        worked = time.monotonic() - start
+        trained, self._version, self._step = self._version, self._version + 1, self._step + 1
+        self._publish(partial(self._buffer.ack, batch.lease, self._version))
+        idle += time.monotonic() - start - worked
+        if self._worked:  # the first batch is waited for by everyone
+            self._waited += idle
+        self._worked += worked
+        return {
+            "step": self._step,
+            "version": trained,
+            **batch.facts,
+            **metrics,
+            "idle_seconds": idle,
+            "step_seconds": worked,
+            "publish_seconds": self._publisher.seconds,
+            "learner_idle_fraction": self._waited / (self._waited + self._worked),
+            "compilations_after_warmup": self._compilations.count - self._compiled,
+        }
+
+    def _publish(self, acknowledge: Callable[[], None]) -> None:
+        self._publisher.publish(self._version, self._train.snapshot(self._state.params), acknowledge)
+
+    def _save(self) -> None:
+        self._checkpoints.save(self._step, self._state, version=self._version)

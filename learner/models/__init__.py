@@ -1,0 +1,1 @@
+"""The one transformer, and what belongs to a checkpoint of it."""

@@ -1,0 +1,165 @@
+"""Objectives: small pure functions, each an idea with a name.
+
+An objective returns sums over the trained tokens it saw, and their number beside them. The
+division happens once per batch, after micro-batches and devices have been added up, so how a
+batch is cut never changes its gradient.
+
+Axes: R = rows, T = tokens of a row, N = groups, G = trajectories of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from learner.models.logprobs import TokenScores
+from learner.packing import Rows
+
+_MAX_LOG_RATIO = 20.0
+"""Bound of the log importance ratio: one absurd token must not overflow the batch."""
+
+
+class Terms(NamedTuple):
+    """What a micro-batch contributes; adds up over micro-batches and devices.
+
+    Attributes:
+        loss: float32, sum over the trained tokens.
+        tokens: float32, number of trained tokens: the denominator of ``loss`` and ``means``.
+        means: sums that are reported per trained token.
+        counts: sums that are reported as they are.
+        maxima: reported as the largest.
+    """
+
+    loss: jax.Array
+    tokens: jax.Array
+    means: dict[str, jax.Array]
+    counts: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
+
+    def __add__(self, other: Terms) -> Terms:  # type: ignore[override]
+        """The contribution of both."""
+        return Terms(
+            self.loss + other.loss,
+            self.tokens + other.tokens,
+            jax.tree.map(jnp.add, self.means, other.means),
+            jax.tree.map(jnp.add, self.counts, other.counts),
+            jax.tree.map(jnp.maximum, self.maxima, other.maxima),
+        )
+
+    def summary(self) -> dict[str, jax.Array]:
+        """Loss and diagnostics of the whole batch, as scalars."""
+        tokens = jnp.maximum(self.tokens, 1.0)
+        means = {name: total / tokens for name, total in self.means.items()}
+        return {"loss": self.loss / tokens, **means, **self.counts, **self.maxima}
+
+
+type Objective = Callable[[TokenScores, Rows, jax.Array], Terms]
+"""(scores[R, T] of the targets, the rows, the version being trained) → terms."""
+
+
+def grpo(reward_NG: np.ndarray) -> np.ndarray:
+    """Group-relative advantage, A = (r − mean(r)) / std(r) within each group (GRPO: Shao et al. 2024, eq. 3).
+
+    A group of equal rewards gets exactly 0: it says nothing about the policy.
+
+    Args:
+        reward_NG: total reward of each trajectory.
+
+    Returns:
+        float32[N, G].
+    """
+    centred_NG = dr_grpo(reward_NG)
+    std_N1 = np.std(reward_NG, axis=1, keepdims=True)
+    return (centred_NG / np.where(std_N1 > _EQUAL, std_N1, 1.0)).astype(np.float32)
+
+
+def dr_grpo(reward_NG: np.ndarray) -> np.ndarray:
+    """Centred advantage, A = r − mean(r) within each group (Dr. GRPO: Liu et al. 2025, eq. 3).
+
+    Without the division by the standard deviation, easy and hard tasks weigh as their rewards do.
+
+    Args:
+        reward_NG: total reward of each trajectory.
+
+    Returns:
+        float32[N, G].
+    """
+    centred_NG = reward_NG - np.mean(reward_NG, axis=1, keepdims=True)
+    return np.where(np.ptp(reward_NG, axis=1, keepdims=True) > _EQUAL, centred_NG, 0.0).astype(np.float32)
+
+
+_EQUAL = 1e-6
+"""Rewards closer than this are equal: their spread is rounding."""
+
+ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+
+
+def ppo_clip(scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: float, clip_high: float) -> Terms:
+    """Clipped surrogate against the behaviour policy, mean over trained tokens.
+
+    ``−min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A)`` with ρ = π(token) / μ(token) (PPO: Schulman et al. 2017, eq. 7;
+    asymmetric ε and token mean: DAPO, Yu et al. 2025, eq. 8). μ is the policy that sampled the
+    token, whatever its version, so the ratio corrects for staleness and not only for the step's own drift.
+
+    Args:
+        scores: of the targets under the policy being trained; arrays are [R, T].
+        rows: the micro-batch.
+        version: int32, the version being trained; tokens of this very version measure how well
+            sampler and learner agree.
+        clip_low: ε_low, in (0, 1).
+        clip_high: ε_high, above 0.
+    """
+    log_ratio_RT = jnp.where(rows.mask, scores.logprob - rows.logprobs, 0.0)
+    ratio_RT = jnp.exp(jnp.clip(log_ratio_RT, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    clipped_RT = jnp.clip(ratio_RT, 1.0 - clip_low, 1.0 + clip_high)
+    gain_RT = jnp.minimum(ratio_RT * rows.advantages, clipped_RT * rows.advantages)
+    fixed_log_RT, fixed_RT = jax.lax.stop_gradient((log_ratio_RT, ratio_RT))
+    same_version_RT = rows.mask & (rows.versions == version)
+    cut_RT = jax.lax.stop_gradient(clipped_RT) * rows.advantages < fixed_RT * rows.advantages
+    return Terms(
+        loss=_total(-gain_RT, rows.mask),
+        tokens=_total(jnp.ones_like(ratio_RT), rows.mask),
+        means={
+            "ratio_mean": _total(fixed_RT, rows.mask),
+            "clip_fraction": _total(cut_RT, rows.mask),
+            # k3 = ρ − 1 − log ρ estimates KL(μ‖π) without bias and is never negative
+            # (Schulman 2020, "Approximating KL divergence").
+            "kl_k3": _total(fixed_RT - 1.0 - fixed_log_RT, rows.mask),
+            "entropy": _total(scores.entropy, rows.mask),
+        },
+        counts={"logprob_difference_tokens": _total(jnp.ones_like(ratio_RT), same_version_RT)},
+        maxima={
+            "ratio_max": jnp.max(jnp.where(rows.mask, fixed_RT, 0.0)),
+            "logprob_difference_max": jnp.max(jnp.where(same_version_RT, jnp.abs(fixed_log_RT), 0.0)),
+        },
+    )
+
+
+def cross_entropy(scores: TokenScores, rows: Rows, version: jax.Array) -> Terms:
+    """Negative log-likelihood of the trained tokens, for supervised fine-tuning.
+
+    ``−log π(token)``, mean over trained tokens. Advantages, behaviour log-probabilities and versions are not read.
+
+    Args:
+        scores: of the targets; arrays are [R, T].
+        rows: the micro-batch.
+        version: not read.
+    """
+    return Terms(
+        loss=_total(-scores.logprob, rows.mask),
+        tokens=_total(jnp.ones_like(scores.logprob), rows.mask),
+        means={"accuracy": _total(scores.greedy, rows.mask), "entropy": _total(scores.entropy, rows.mask)},
+        counts={},
+        maxima={},
+    )
+
+
+POLICY_LOSSES: dict[str, Callable[..., Terms]] = {"ppo_clip": ppo_clip}
+
+
+def _total(x_RT: jax.Array, mask_RT: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(mask_RT, x_RT, 0.0), dtype=jnp.float32)

@@ -1,0 +1,200 @@
+"""The training step, sharded: accumulate over micro-batches, then update once.
+
+The forward pass and the loss run under ``shard_map``; the gradient is taken outside of it, where its
+meaning does not depend on which values are replicated. Gradients are those of the *summed* loss:
+they add up over micro-batches, and are divided once by the number of trained tokens of the batch.
+
+Axes: R = rows, T = tokens of a row, M = R·T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from learner.mesh import DATA, FSDP, ROWS, WHOLE, gather, partition, shardings
+from learner.models.config import ModelConfig
+from learner.models.decoder import attend_packed
+from learner.models.logprobs import TokenScores, token_scores
+from learner.models.weights import abstract_model
+from learner.objectives import Objective, Terms
+from learner.optimizer import Optimizer
+from learner.packing import Ladder, Rows, empty_rows
+
+
+class TrainState(NamedTuple):
+    """All that training changes.
+
+    Attributes:
+        params: the decoder's parameters.
+        moments: the optimizer's state.
+        step: int32, updates made so far.
+    """
+
+    params: nnx.State
+    moments: optax.OptState
+    step: jax.Array
+
+
+class TrainStep:
+    """The compiled training step of one model on one mesh.
+
+    Every shape of the ladder is compiled by :meth:`warm_up`, or else when it is first met.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        ladder: Ladder,
+        optimizer: Optimizer,
+        objective: Objective,
+        *,
+        temperature: float,
+        remat: bool,
+    ) -> None:
+        self._graph, self._abstract_params = abstract_model(config)
+        self._mesh, self._ladder = mesh, ladder
+        self._optimizer, self._objective = optimizer, objective
+        self._temperature, self._remat = temperature, remat
+        self._split = shardings(mesh, self._abstract_params)
+        self._whole, self._by_rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
+        self._zeros = self._jit_zeros()
+        self._add = self._jit_add()
+        self._update = self._jit_update()
+        self._score = jax.jit(self._scores, out_shardings=self._by_rows)
+        self._copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._split)
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of the state, for restoring a checkpoint."""
+        abstract = jax.eval_shape(self._initial, self._abstract_params)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract,
+            shardings(self._mesh, abstract),
+        )
+
+    def initialise(self, params: nnx.State) -> TrainState:
+        """The state before the first step; ``params`` are copied."""
+        params = self.snapshot(jax.device_put(params, self._split))
+        place = jax.jit(self._initial, out_shardings=shardings(self._mesh, self.abstract_state), donate_argnums=0)
+        return place(params)
+
+    def put(self, rows: Rows) -> Rows:
+        """Place a micro-batch on the devices, split by rows."""
+        return jax.device_put(rows, self._by_rows)
+
+    def snapshot(self, params: nnx.State) -> nnx.State:
+        """A copy on the devices that later steps do not overwrite."""
+        return self._copy(params)
+
+    def warm_up(self, state: TrainState) -> None:
+        """Compile and run the step for every shape of the ladder; ``state`` is left as it is."""
+        batch = [self.put(empty_rows(shape)) for shape in self._ladder.shapes]
+        spare = TrainState(self.snapshot(state.params), jax.tree.map(jnp.copy, state.moments), jnp.copy(state.step))
+        spare = jax.device_put(spare, shardings(self._mesh, spare))
+        jax.block_until_ready(self(spare, batch, version=0))
+
+    def __call__(self, state: TrainState, batch: Sequence[Rows], version: int) -> tuple[TrainState, dict[str, Any]]:
+        """One optimizer update; ``state`` is consumed.
+
+        Args:
+            state: what to update.
+            batch: micro-batches from :meth:`put`, each of a shape of the ladder.
+            version: the policy version being trained.
+
+        Returns:
+            The new state, and scalars still on the device: loss, the objective's
+            diagnostics, grad_norm (before clipping), learning_rate and trained_tokens.
+        """
+        return self._update(state, *self._accumulate(state.params, batch, version))
+
+    def gradients(self, params: nnx.State, batch: Sequence[Rows], version: int) -> tuple[nnx.State, dict[str, Any]]:
+        """Gradient of the batch's mean loss, and the objective's summary."""
+        gradient, terms = self._accumulate(params, batch, version)
+        return jax.tree.map(lambda g: g / terms.tokens, gradient), terms.summary()
+
+    def logprobs(self, params: nnx.State, rows: Rows) -> TokenScores:
+        """Scores[R, T] of the targets of one micro-batch."""
+        return self._score(params, rows)
+
+    def _accumulate(self, params: nnx.State, batch: Sequence[Rows], version: int) -> tuple[nnx.State, Terms]:
+        """Gradient of the summed loss, and the terms, of all micro-batches."""
+        total = self._zeros()
+        version_on_device = jax.device_put(np.int32(version), self._whole)
+        for rows in batch:
+            total = self._add(*total, params, rows, version_on_device)
+        return total
+
+    def _initial(self, params: nnx.State) -> TrainState:
+        return TrainState(params, self._optimizer.rule.init(params), jnp.zeros((), jnp.int32))
+
+    def _local_scores(self, params: nnx.State, rows: Rows) -> TokenScores:
+        """Scores of this device's rows; runs under ``shard_map``."""
+        outer = nnx.State({name: part for name, part in params.items() if name != "layers"})
+        whole = nnx.State({**gather(outer), "layers": params["layers"]})
+        model = nnx.merge(self._graph, whole)
+        attend = attend_packed(rows.segments)
+        hidden_RTH, _ = model(rows.tokens, rows.positions, attend, gather=gather, remat=self._remat)
+        hidden_MH = hidden_RTH.reshape(-1, hidden_RTH.shape[-1])
+        scores_M = token_scores(hidden_MH, model.output_VH, rows.targets.reshape(-1), temperature=self._temperature)
+        return jax.tree.map(lambda x_M: x_M.reshape(rows.targets.shape), scores_M)
+
+    def _scores(self, params: nnx.State, rows: Rows) -> TokenScores:
+        return self._sharded(self._local_scores, (partition(params), ROWS), ROWS)(params, rows)
+
+    def _loss(self, params: nnx.State, rows: Rows, version: jax.Array) -> tuple[jax.Array, Terms]:
+        """Loss summed over the micro-batch on all devices, and its terms."""
+
+        def local(params: nnx.State, rows: Rows, version: jax.Array) -> Terms:
+            terms = self._objective(self._local_scores(params, rows), rows, version)
+            axes = (DATA, FSDP)
+            loss, tokens, means, counts = jax.lax.psum((terms.loss, terms.tokens, terms.means, terms.counts), axes)
+            return Terms(loss, tokens, means, counts, jax.lax.pmax(terms.maxima, axes))
+
+        terms = self._sharded(local, (partition(params), ROWS, WHOLE), WHOLE)(params, rows, version)
+        return terms.loss, terms
+
+    def _sharded(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        # Attention kernels of TPUs do not support check_vma; the gradient is right without it because it is
+        # taken outside.
+        return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _jit_zeros(self) -> Any:
+        rows = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, empty_rows(self._ladder.shapes[0])))
+        _, terms = jax.eval_shape(self._loss, self._abstract_params, rows, jax.ShapeDtypeStruct((), jnp.int32))
+        abstract = (self._abstract_params, terms)
+        zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+        return jax.jit(zeros, out_shardings=(self._split, self._whole))
+
+    def _jit_add(self) -> Any:
+        def add(
+            gradient: nnx.State, terms: Terms, params: nnx.State, rows: Rows, version: jax.Array
+        ) -> tuple[nnx.State, Terms]:
+            new_gradient, new_terms = jax.grad(self._loss, has_aux=True)(params, rows, version)
+            return jax.tree.map(jnp.add, gradient, new_gradient), terms + new_terms
+
+        return jax.jit(add, out_shardings=(self._split, self._whole), donate_argnums=(0, 1))
+
+    def _jit_update(self) -> Any:
+        def update(state: TrainState, gradient: nnx.State, terms: Terms) -> tuple[TrainState, dict[str, jax.Array]]:
+            gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.tokens, 1.0), gradient)
+            change, moments = self._optimizer.rule.update(gradient, state.moments, state.params)
+            metrics = terms.summary() | {
+                "grad_norm": optax.global_norm(gradient),
+                "learning_rate": jnp.asarray(self._optimizer.schedule(state.step)),
+                "trained_tokens": terms.tokens,
+            }
+            return TrainState(optax.apply_updates(state.params, change), moments, state.step + 1), metrics
+
+        out = (shardings(self._mesh, self.abstract_state), self._whole)
+        return jax.jit(update, out_shardings=out, donate_argnums=0)

@@ -1,0 +1,140 @@
+"""The stream of batches: lease → advantages → pack → device, one batch ahead of the step.
+
+A batch is leased with the version that is going to train it, so its staleness is judged by what is
+true when it is used. With ``max_staleness=0`` the next batch therefore cannot exist before the
+weights it needs are published, and the same code is strictly synchronous.
+
+Axes: N = groups, G = trajectories of a group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from buffer import Buffer, Lease, WaitTimeout
+from learner.packing import Example, Ladder, Rows, pack, padding_fraction
+
+_LOOK_SECONDS = 0.5
+"""How often a wait for trajectories looks whether it should stop."""
+
+type Advantage = Callable[[np.ndarray], np.ndarray]
+"""reward_NG → advantage_NG."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A leased batch, packed and on the devices.
+
+    Attributes:
+        lease: what it was made from; to be acknowledged after the step.
+        micro_batches: of shapes of the ladder; none if no group says anything about the policy.
+        facts: reward_mean, success_mean, staleness_mean, staleness_max, tokens, trajectories,
+            zero_variance_groups and padding_fraction.
+    """
+
+    lease: Lease
+    micro_batches: list[Rows]
+    facts: dict[str, float]
+
+
+class Stream:
+    """Fetches batches in a thread of its own, one ahead."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        epoch: int,
+        *,
+        ladder: Ladder,
+        advantage: Advantage,
+        put: Callable[[Rows], Rows],
+        timeout_seconds: float,
+        stop: threading.Event,
+    ) -> None:
+        """Make a stream; nothing is fetched before it is requested.
+
+        Args:
+            buffer: where batches come from.
+            epoch: of this learner gang.
+            ladder: shapes to pack into.
+            advantage: from a group's rewards to its advantages.
+            put: places a micro-batch on the devices.
+            timeout_seconds: longest wait for one batch.
+            stop: ends every wait when set.
+        """
+        self._buffer, self._epoch = buffer, epoch
+        self._ladder, self._advantage, self._put = ladder, advantage, put
+        self._timeout, self._stop, self._closing = timeout_seconds, stop, threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
+        self._next: Future[Batch | None] | None = None
+
+    def request(self, version: int) -> None:
+        """Begin to fetch the batch that ``version`` is going to train."""
+        if self._next is not None:
+            raise RuntimeError("a batch is already requested; take it before requesting another")
+        self._next = self._thread.submit(self._fetch, version)
+
+    def take(self) -> Batch | None:
+        """The batch last requested; None if the stream was stopped while waiting for it.
+
+        Raises:
+            WaitTimeout: the actors delivered no batch in time; the message says what is outstanding.
+        """
+        if self._next is None:
+            raise RuntimeError("no batch is requested; call request first")
+        batch = self._next.result()
+        self._next = None
+        return batch
+
+    def close(self) -> None:
+        """Stop fetching and give back a batch that nobody took."""
+        self._closing.set()
+        self._thread.shutdown()
+        if self._next is not None and self._next.exception() is None:
+            batch = self._next.result()
+            if batch is not None:
+                self._buffer.release(batch.lease)
+        self._next = None
+
+    def _fetch(self, version: int) -> Batch | None:
+        deadline = time.monotonic() + self._timeout
+        while not (self._stop.is_set() or self._closing.is_set()):
+            try:
+                lease = self._buffer.lease(self._epoch, version, _LOOK_SECONDS)
+            except WaitTimeout:
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            return self._prepare(lease)
+        return None
+
+    def _prepare(self, lease: Lease) -> Batch:
+        reward_NG = np.array([[trajectory.reward for trajectory in group] for group in lease.groups])
+        advantage_NG = self._advantage(reward_NG)
+        informative_N = np.count_nonzero(advantage_NG, axis=1) > 0
+        # A group of equal rewards has no gradient: it is not computed, nor counted in the denominator.
+        examples = [
+            Example(t.tokens, t.loss_mask, t.logprobs, t.versions, float(advantage))
+            for group, advantage_G, informative in zip(lease.groups, advantage_NG, informative_N, strict=True)
+            if informative
+            for t, advantage in zip(group, advantage_G, strict=True)
+        ]
+        packed = pack(examples, self._ladder)
+        trajectories = lease.trajectories
+        facts = {
+            "reward_mean": float(reward_NG.mean()),
+            "success_mean": float(np.mean([float(t.metadata.get("success", 0.0)) for t in trajectories])),
+            "staleness_mean": lease.staleness_mean,
+            "staleness_max": lease.staleness_max,
+            "tokens": sum(len(t.tokens) for t in trajectories),
+            "trajectories": len(trajectories),
+            "zero_variance_groups": int(np.count_nonzero(~informative_N)),
+            "padding_fraction": padding_fraction(packed),
+        }
+        return Batch(lease, [self._put(rows) for rows in packed], facts)

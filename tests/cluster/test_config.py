@@ -1,0 +1,181 @@
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from cluster.config import Config
+from cluster.errors import ConfigError
+from cluster.loading import check, load_config, to_yaml
+
+ROOT = Path(__file__).parent.parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def complaint(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(QUICKSTART, overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_valid(path):
+    assert load_config(path).run.experiment == path.stem
+
+
+def test_the_printed_configuration_loads_to_the_same_configuration(tmp_path):
+    config = load_config(QUICKSTART, ["learner.steps=7", "run.name=x"])
+    (tmp_path / "again.yaml").write_text(to_yaml(config.redacted()))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_overrides_reach_the_last_word_over_the_file():
+    config = load_config(QUICKSTART, ["learner.steps=7", "environment.kwargs.size=8", "learner.row_lengths=[512]"])
+    assert config.learner.steps == 7
+    assert config.environment.kwargs["size"] == 8
+    assert config.learner.row_lengths == (512,)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("learner.stps=5", ("learner.stps=5", "no such key", "did you mean learner.steps?")),
+        ("lerner.steps=5", ("lerner=", "no such key", "did you mean learner?")),
+        ("group_size=8", ("group_size=8", "no such key", "did you mean buffer.group_size?")),
+        ("learner.zzz=5", ("learner.zzz=5", "no such key", "learner has steps, mesh, row_lengths")),
+        ("learner.steps=abc", ('learner.steps="abc"', "expected an integer")),
+        ("learner.steps=1.5", ("learner.steps=1.5", "expected an integer")),
+        ("learner.steps=true", ("learner.steps=true", "expected an integer")),
+        ("learner.steps=0", ("learner.steps=0", "expected at least 1", "Optimizer steps")),
+        ("learner.steps=", ("learner.steps=null", "expected an integer")),
+        ("learner.optimizer=null", ("learner.optimizer=null", "expected a section")),
+        ("learner=5", ("learner=5", "expected a section")),
+        ("sampler.temperature=0", ("sampler.temperature=0", "expected more than 0")),
+        ("objective.advantage=gae", ('objective.advantage="gae"', "expected 'grpo' or 'dr_grpo'")),
+        ("learner.row_lengths=[]", ("learner.row_lengths=[]", "at least 1 item")),
+        ("learner.row_lengths=[256,128]", ("learner.row_lengths=[256, 128]", "ascending order")),
+        ("run.name=a/b", ('run.name="a/b"', "without '/'")),
+        ("buffer.url=localhost:6379", ("buffer.url=", "redis://")),
+        ("learner.steps", ("learner.steps", "expected key=value")),
+        ("learner.steps=[1", ("learner.steps=[1", "not valid YAML")),
+        ("agent.system_prompt=${oc.env:HEADRACE_NO_SUCH_VARIABLE}", ("HEADRACE_NO_SUCH_VARIABLE", "not found")),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_expected(override, parts):
+    message = complaint(override)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["task.eval_seed_start=1000010"], ("task.eval_seed_start=1000010", "overlap", "1000000..1999999")),
+        (["agent.max_tokens_per_turn=384"], ("agent.max_tokens_per_turn=384", "sampler.context_length=384")),
+        (["sampler.context_length=400"], ("learner.row_lengths=[128, 256, 384]", "sampler.context_length=400")),
+        (["model.architecture.max_position_embeddings=64"], ("max_position_embeddings=64", "at least", "384")),
+        (["buffer.group_size=1"], ("buffer.group_size=1", "grpo", "at least 2")),
+        (["learner.mesh.tensor=2"], ("learner.mesh.tensor=2", "use 1")),
+        (["learner.mesh.data=3"], ("learner.rows_per_microbatch=8", "multiple of 3")),
+        (["model.architecture=null"], ("model.path=null", "model.architecture is null")),
+        (["model.architecture.num_key_value_heads=3"], ("num_attention_heads=2", "multiple of")),
+        (["buffer.url=redis://h:1", "buffer.port=7"], ("buffer.port=7", "buffer.url")),
+        (["buffer.max_bytes=1000"], ("buffer.max_bytes=1000", "16 × 8", "never be complete")),
+    ],
+)
+def test_an_impossible_combination_is_refused_with_its_remedy(overrides, parts):
+    message = complaint(*overrides)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_each_mistake_gets_a_line_of_its_own():
+    lines = complaint("learner.steps=0", "sampler.slots=x", "buffer.sise=3").splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["sampler.slots", "buffer.sise", "learner.steps"]
+
+
+def test_a_missing_key_is_named(tmp_path):
+    text = QUICKSTART.read_text()
+    (tmp_path / "x.yaml").write_text(text.replace("  max_turns: 12\n", ""))
+    with pytest.raises(ConfigError, match=r"^agent.max_turns: missing; set it \(Most turns of an episode"):
+        load_config(tmp_path / "x.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("run:\n  name: [x\n", r"x.yaml:3:1: not valid YAML"),
+        ("a: 1\na: 2\n", r"x.yaml:2:1: .*duplicate key"),
+        ("- 1\n", "sections"),
+    ],
+)
+def test_a_file_that_is_not_a_configuration_is_named_with_the_line(tmp_path, text, where):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=where):
+        load_config(tmp_path / "x.yaml")
+
+
+def test_a_password_is_never_shown():
+    url = "redis://user:hunter2@host:6379/0"
+    redacted = load_config(QUICKSTART, [f"buffer.url={url}"]).redacted()
+    assert redacted["buffer"]["url"] == "redis://user:***@host:6379/0"
+    assert "hunter2" not in complaint("buffer.url=http://user:hunter2@host:6379/0")
+
+
+def test_the_configuration_cannot_be_changed():
+    config = load_config(QUICKSTART)
+    with pytest.raises(ValueError, match="frozen"):
+        config.learner.steps = 3
+
+
+def sections(model: type[BaseModel] = Config, name: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    yield name, model
+    for field, info in model.model_fields.items():
+        for option in getattr(info.annotation, "__args__", (info.annotation,)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from sections(option, field)
+
+
+def test_every_option_has_a_description():
+    bare = [
+        f"{model.__name__}.{field}"
+        for _, model in sections()
+        for field, info in model.model_fields.items()
+        if not info.description
+    ]
+    assert not bare
+
+
+def test_every_option_is_read_by_something():
+    """An attribute of its name is read in cluster/, or its whole section is dumped into keyword arguments."""
+    read: set[str] = set()
+    dumped: set[str] = set()
+    for path in (ROOT / "cluster").glob("*.py"):
+        if path.name in ("config.py", "combinations.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                read.add(node.attr)
+                if node.attr == "model_dump" and isinstance(node.value, ast.Attribute | ast.Name):
+                    dumped.add(node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id)
+    unread = [
+        f"{name}.{field}"
+        for name, model in sections()
+        if name not in dumped
+        for field in model.model_fields
+        if field not in read
+    ]
+    assert not unread
+
+
+def test_plain_data_is_checked_the_same_way():
+    with pytest.raises(ConfigError, match="agent: missing"):
+        check({})

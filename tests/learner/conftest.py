@@ -1,0 +1,83 @@
+"""A tiny model and a step over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from learner.mesh import make_mesh
+from learner.models.config import ModelConfig
+from learner.objectives import Objective, ppo_clip
+from learner.optimizer import Optimizer, make_optimizer
+from learner.packing import Example, Ladder
+from learner.step import TrainStep
+
+type MakeStep = Callable[..., TrainStep]
+type MakeExample = Callable[..., Example]
+
+PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.28)
+
+
+@pytest.fixture(scope="session")
+def model() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.fixture(scope="session")
+def ladder() -> Ladder:
+    return Ladder(((4, 16), (2, 32)))
+
+
+@pytest.fixture(scope="session")
+def optimizer() -> Optimizer:
+    return make_optimizer(
+        learning_rate=1e-2,
+        warmup_steps=2,
+        total_steps=20,
+        decay="cosine",
+        final_fraction=0.1,
+        weight_decay=0.1,
+        beta1=0.9,
+        beta2=0.95,
+        max_grad_norm=1.0,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_step(model: ModelConfig, ladder: Ladder, optimizer: Optimizer) -> MakeStep:
+    def make(
+        objective: Objective = PPO, *, ladder: Ladder = ladder, temperature: float = 1.0, remat: bool = False
+    ) -> TrainStep:
+        mesh = make_mesh(model, data=1, fsdp=1, devices=jax.devices()[:1])
+        return TrainStep(model, mesh, ladder, optimizer, objective, temperature=temperature, remat=remat)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_example() -> MakeExample:
+    def make(rng: np.random.Generator, size: int) -> Example:
+        mask = rng.random(size) < 0.4
+        mask[0] = False
+        return Example(
+            tokens=rng.integers(0, 23, size, dtype=np.int32),
+            mask=mask,
+            logprobs=np.where(mask, rng.normal(-3.0, 0.3, size), 0.0).astype(np.float32),
+            versions=np.where(mask, rng.integers(0, 3, size), -1).astype(np.int32),
+            advantage=float(rng.normal()),
+        )
+
+    return make

@@ -1,0 +1,117 @@
+"""Hugging Face checkpoints in and out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from learner.models.config import ModelConfig, ModelError
+from learner.models.decoder import attend_packed
+from learner.models.weights import abstract_model, from_hf, initial_params, read_model, to_hf, write_model
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "qwen3"
+TIED = ModelConfig(
+    vocab_size=19,
+    hidden_size=12,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize("layout", ["config.json", "config.older.json"])
+def test_logits_equal_the_reference_library(tmp_path: Path, layout: str) -> None:
+    shutil.copy(GOLDEN / layout, tmp_path / "config.json")
+    shutil.copy(GOLDEN / "model.safetensors", tmp_path)
+    config, params = read_model(tmp_path)
+    model = nnx.merge(abstract_model(config)[0], params)
+    reference = np.load(GOLDEN / "reference.npz")
+    tokens_RT = jnp.asarray(reference["tokens"])
+    positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
+    hidden_RTH, _ = model(tokens_RT, positions_RT, attend_packed(jnp.ones_like(tokens_RT)))
+    np.testing.assert_allclose(hidden_RTH @ model.output_VH.T, reference["logits"], atol=2e-4)
+
+
+def test_tensors_survive_the_round_trip_exactly() -> None:
+    original = load_file(GOLDEN / "model.safetensors")
+    config, params = read_model(GOLDEN)
+    returned = to_hf(config, params)
+    assert set(returned) == set(original)
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(returned[name], tensor, err_msg=name)
+
+
+def test_a_written_folder_reads_back_as_the_same_model(tmp_path: Path) -> None:
+    params = initial_params(TIED, seed=3)
+    write_model(TIED, params, tmp_path)
+    config, read = read_model(tmp_path)
+    assert config == TIED
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    for name, tensor in to_hf(TIED, params).items():
+        np.testing.assert_array_equal(to_hf(config, read)[name], tensor, err_msg=name)
+
+
+def test_host_arrays_are_contiguous_copies() -> None:
+    params = initial_params(TIED, seed=0)
+    tensors = to_hf(TIED, params)
+    for tensor in tensors.values():
+        assert tensor.flags.c_contiguous and tensor.flags.owndata
+
+
+def test_parameters_do_not_alias_the_callers_memory() -> None:
+    tensors = to_hf(TIED, initial_params(TIED, seed=0))
+    params = from_hf(TIED, tensors)
+    before = to_hf(TIED, params)
+    for tensor in tensors.values():
+        tensor[:] = 7.0
+    for name, tensor in to_hf(TIED, params).items():
+        np.testing.assert_array_equal(tensor, before[name], err_msg=name)
+
+
+def test_parameter_count_is_that_of_the_tensors() -> None:
+    for config in (TIED, read_model(GOLDEN)[0]):
+        tensors = to_hf(config, initial_params(config, seed=0))
+        assert config.parameter_count == sum(t.size for t in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "lacks model.norm.weight"),
+        (lambda w: w.update({"model.norm.bias": np.zeros(3, np.float32)}), "unknown model.norm.bias"),
+        (lambda w: w.update({"model.norm.weight": np.zeros(3, np.float32)}), r"model.norm.weight is \[3\]; expected"),
+        (
+            lambda w: w.update({"model.layers.1.self_attn.o_proj.weight": np.zeros((32, 12), np.float32)}),
+            r"model.layers.1.self_attn.o_proj.weight is \[32, 12\]; expected \[12, 32\]",
+        ),
+        (lambda w: w.update({"model.norm.weight": np.zeros(12, np.int8)}), "model.norm.weight is int8"),
+        (lambda w: w.update({"lm_head.weight": np.zeros((19, 12), np.float32)}), "tie_word_embeddings"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(change, message) -> None:
+    weights = to_hf(TIED, initial_params(TIED, seed=0))
+    change(weights)
+    with pytest.raises(ModelError, match=message):
+        from_hf(TIED, weights)
+
+
+def test_the_copy_of_a_tied_head_is_accepted() -> None:
+    weights = to_hf(TIED, initial_params(TIED, seed=0))
+    from_hf(TIED, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].copy()})
+
+
+def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        read_model(tmp_path)
+    shutil.copy(GOLDEN / "config.json", tmp_path)
+    with pytest.raises(ModelError, match=r"holds no model\.safetensors"):
+        read_model(tmp_path)

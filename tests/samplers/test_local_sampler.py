@@ -1,0 +1,237 @@
+"""What the local sampler promises beyond the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from conftest import CONFIG, TOLERANCE, Reference, Served, make_local, make_weights
+
+from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason
+from actors.samplers.local import Engine, LocalSampler
+from learner.models.config import ModelError, write_config
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """Few slots, and keys that stay across updates."""
+    engine = Engine(CONFIG, slots=3, context_length=100, on_update="continue", seed=0)
+    engine.warm_up()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def actor() -> Iterator[Any]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    remote: Any = ray.remote
+    make = remote(num_cpus=0, max_concurrency=1000, concurrency_groups={"health": 1})(LocalSampler)
+    yield make.remote(model=CONFIG, slots=8, context_length=100, on_update="recompute", seed=0, name="sampler-0")
+    ray.shutdown()
+
+
+def _finish(engine: Engine, *numbers: int) -> list[Generation]:
+    ended: dict[int, Generation] = {}
+    for _ in range(500):
+        ended |= dict(engine.step())
+        if ended.keys() >= set(numbers):
+            return [ended[number] for number in numbers]
+    raise AssertionError(f"only {sorted(ended)} of {sorted(numbers)} ended within 500 steps")
+
+
+def test_turns_and_siblings_reuse_keys(served: Served, random: np.random.Generator) -> None:
+    prompt = random.integers(0, CONFIG.vocab_size, 90)
+
+    async def group_then_a_second_turn() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        before = await served.sampler.status()
+        params = SamplingParams(max_tokens=4)
+        members = await asyncio.gather(*(served.sampler.generate(prompt, params) for _ in range(8)))
+        between = await served.sampler.status()
+        turns = [np.concatenate([prompt, member.tokens, [1, 2, 3]]) for member in members]
+        await asyncio.gather(*(served.sampler.generate(turn, params) for turn in turns))
+        return before, between, await served.sampler.status()
+
+    before, between, after = served.run(group_then_a_second_turn())
+    assert between["tokens_reused"] - before["tokens_reused"] == 7 * 89
+    assert between["tokens_prefilled"] - before["tokens_prefilled"] == 89
+    # All but the last sampled token of each member had keys; it and three new ones follow, the last is sampled behind.
+    assert after["tokens_reused"] - between["tokens_reused"] == 8 * 93
+    assert after["tokens_prefilled"] - between["tokens_prefilled"] == 8 * 3
+
+
+def test_many_in_one_call_come_back_as_they_end(served: Served) -> None:
+    requests = [([1, 2, 3], SamplingParams(max_tokens=length)) for length in (100, 1, 1, 2)]
+    requests.insert(2, ([999], SamplingParams(max_tokens=1)))
+
+    async def collect() -> list[list[tuple[int, Any]]]:
+        return [batch async for batch in served.sampler.generate_many(requests)]
+
+    batches = served.run(collect())
+    outcomes = dict(pair for batch in batches for pair in batch)
+    assert isinstance(outcomes.pop(2), RequestError)
+    assert {index: len(generation.tokens) for index, generation in outcomes.items()} == {0: 100, 1: 1, 3: 1, 4: 2}
+    assert [index for index, _ in batches[-1]] == [0]
+
+
+def test_leaving_many_early_aborts_the_rest(served: Served) -> None:
+    async def leave() -> dict[str, Any]:
+        calls = served.sampler.generate_many([([1], SamplingParams(max_tokens=n)) for n in (1, 150, 150)])
+        await anext(calls)
+        await calls.aclose()
+        await served.sampler.generate([1], SamplingParams(max_tokens=2))
+        return await served.sampler.status()
+
+    status = served.run(leave())
+    assert (status["running"], status["waiting"]) == (0, 0)
+
+
+def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Engine, served: Served) -> None:
+    engine.update(engine.version + 1 if engine.version is not None else 0, make_weights(0))
+    number = engine.submit([3] * 60, SamplingParams(max_tokens=30))
+    for _ in range(10):
+        engine.step()
+    prefilled = engine.counters.tokens_prefilled
+    assert engine.version is not None
+    engine.update(engine.version + 1, make_weights(1))
+    (generation,) = _finish(engine, number)
+    assert len(np.unique(generation.versions)) == 2
+    assert engine.counters.tokens_prefilled == prefilled
+
+    async def update_in_flight() -> tuple[Generation, dict[str, Any], dict[str, Any]]:
+        before = await served.sampler.status()
+        call = asyncio.ensure_future(served.sampler.generate([3] * 60, SamplingParams(max_tokens=90)))
+        await served.sampler.generate([4], SamplingParams(max_tokens=5))
+        await served.publish()
+        return await call, before, await served.sampler.status()
+
+    generation, before, after = served.run(update_in_flight())
+    assert len(np.unique(generation.versions)) == 2
+    assert after["tokens_prefilled"] - before["tokens_prefilled"] > 59 + 59
+    assert served.worst_difference(np.array([3] * 60), generation) <= TOLERANCE
+
+
+def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have(engine: Engine) -> None:
+    engine.update((engine.version or 0) + 1, make_weights(2))
+    running = [engine.submit([token] * 5, SamplingParams(max_tokens=90)) for token in range(3)]
+    waiting = engine.submit([8, 8], SamplingParams(max_tokens=90))
+    for _ in range(6):
+        assert engine.step() == []
+    assert (engine.running, engine.waiting) == (3, 1)
+    for number in (running[0], waiting):
+        engine.abort(number)
+    ended = dict(engine.step())
+    assert set(ended) == {running[0], waiting}
+    assert all(generation.stop_reason is StopReason.ABORTED for generation in ended.values())
+    assert len(ended[running[0]].tokens) > 0 and len(ended[waiting].tokens) == 0
+    for number in running[1:]:
+        engine.abort(number)
+    engine.step()
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+def test_a_stream_of_short_requests_does_not_hold_up_a_long_one(engine: Engine) -> None:
+    engine.update((engine.version or 0) + 1, make_weights(3))
+    long = engine.submit([1, 1], SamplingParams(max_tokens=40))
+    for step in range(200):
+        engine.submit([step % CONFIG.vocab_size, 2, 3, 4], SamplingParams(max_tokens=1))
+        ended = dict(engine.step())
+        if long in ended:
+            break
+    else:
+        raise AssertionError("the long request did not end within 200 steps")
+    _finish(engine, *(request.number for request in list(engine._waiting)))
+
+
+def test_weights_that_overflow_are_reported_and_leave_no_trace(engine: Engine) -> None:
+    weights = {name: value * (1e25 if "mlp" in name else 1) for name, value in make_weights(4).items()}
+    engine.update((engine.version or 0) + 1, weights)
+    prompt = np.arange(30)
+    number = engine.submit(prompt, SamplingParams(max_tokens=5))
+    with pytest.raises(SamplerError, match="not finite"):
+        _finish(engine, number)
+    engine.abort(number)
+    engine.update((engine.version or 0) + 1, make_weights(5))
+    engine._cache.forget()  # the keys of real positions are not finite either, and this engine keeps keys
+    (generation,) = _finish(engine, engine.submit(prompt, SamplingParams(max_tokens=5)))
+    reference = Reference({engine.version or 0: make_weights(5)})
+    assert reference.worst_difference(prompt, generation) <= TOLERANCE
+
+
+def test_an_engine_failure_reaches_every_caller_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An engine that was never compiled cannot run a call: a real failure inside a step.
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+    sampler = make_local()
+
+    async def use() -> tuple[list[Any], Any, dict[str, Any], dict[str, Any]]:
+        await sampler.update(0, make_weights(0))
+        calls = [sampler.generate([1, 2], SamplingParams(max_tokens=3)) for _ in range(5)]
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+        (later,) = await asyncio.gather(sampler.update(1, make_weights(0)), return_exceptions=True)
+        return failures, later, await sampler.status(), await sampler.health()
+
+    failures, later, status, health = asyncio.run(asyncio.wait_for(use(), 60))
+    assert all(isinstance(failure, SamplerError) and "restart" in str(failure) for failure in [*failures, later])
+    assert "restart" in status["failure"]
+    assert not health["alive"]
+
+
+def test_closing_fails_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+    sampler = make_local()
+    sampler.close()
+    with pytest.raises(SamplerError, match="closed"):
+        asyncio.run(sampler.generate([1], SamplingParams(max_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"slots": 0}, "slots is 0"),
+        ({"context_length": 999}, "context_length is 999"),
+        ({"on_update": "drain"}, "drain"),
+    ],
+)
+def test_an_impossible_engine_is_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        make_local(**arguments)
+
+
+def test_the_model_can_be_a_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        make_local(model=tmp_path)
+    write_config(CONFIG, tmp_path)
+    sampler = make_local(model=tmp_path)
+    assert asyncio.run(sampler.update(3, make_weights(0))) == 3
+    sampler.close()
+
+
+def test_a_ray_actor_keeps_the_contract(actor: Any) -> None:
+    weights = ray.put(make_weights(0))
+    prompt = [1, 2, 3, 4, 5]
+
+    async def use() -> tuple[Generation, list[tuple[int, Any]]]:
+        with pytest.raises(SamplerError, match="version"):
+            await actor.generate.remote(prompt, SamplingParams(max_tokens=1))
+        assert await actor.update.remote(0, weights) == 0
+        with pytest.raises(RequestError, match="token id 77"):
+            await actor.generate.remote([77], SamplingParams(max_tokens=1))
+        generation = await actor.generate.remote(prompt, SamplingParams(max_tokens=10))
+        many: list[tuple[int, Any]] = []
+        async for batch in actor.generate_many.remote([(prompt, SamplingParams(max_tokens=n)) for n in (1, 5, 20)]):
+            many += await batch
+        return generation, many
+
+    generation, many = asyncio.run(asyncio.wait_for(use(), 120))
+    reference = Reference({0: make_weights(0)})
+    for outcome in [generation, *(outcome for _, outcome in many)]:
+        assert reference.worst_difference(np.array(prompt), outcome) <= TOLERANCE
+    assert {index: len(outcome.tokens) for index, outcome in many} == {0: 1, 1: 5, 2: 20}
+    health = actor.health.options(concurrency_group="health").remote()
+    assert ray.get(health, timeout=60)["alive"]
+    assert ray.get(actor.status.remote(), timeout=60)["compilations_after_warmup"] == 0
