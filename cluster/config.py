@@ -253,9 +253,9 @@ class WarmStartConfig(Section):
     conversations: Path | None = None
     """JSON-lines file, each ``{"messages": [{"role": ..., "content": ...}, ...]}``; null plays demonstrations."""
     demonstrations: Count = 1024
-    """Episodes of the environment's expert to learn from, unless ``conversations`` is given."""
+    """Episodes that the environment's demonstrator plays, unless ``conversations`` is given."""
     noise: Fraction = 0.5
-    """Probability that a move of the expert is replaced by a random one."""
+    """Probability that a move of the demonstrator is replaced by a random one."""
     steps: Count
     """Optimizer steps."""
     examples_per_step: Count = 32

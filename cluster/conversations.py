@@ -1,4 +1,4 @@
-"""Conversations to imitate: from a file, or played by the environment's noisy expert.
+"""Conversations to imitate: from a file, or played by the environment's noisy demonstrator.
 
 Axes: S = tokens of one conversation.
 """
@@ -25,7 +25,7 @@ def load_conversations(config: Config, warm_start: WarmStartConfig, chat: Chat) 
     """The conversations of a warm start as tokens.
 
     Raises:
-        ConfigError: the file is missing, malformed or too long, or the environment has no expert.
+        ConfigError: the file is missing, malformed or too long, or the environment has no demonstrator.
     """
     if warm_start.conversations is None:
         texts = _demonstrations(config, warm_start)
@@ -56,7 +56,7 @@ def _demonstrations(config: Config, warm_start: WarmStartConfig) -> Iterator[tup
     """Episodes on training seeds; the order of seeds is that of ``run.seed``, so each seed learns from its own."""
     if config.environment.id != FROZEN_LAKE:
         raise ConfigError(
-            f"model.warm_start.conversations=null: {config.environment.id} has no expert that could demonstrate; "
+            f"model.warm_start.conversations=null: {config.environment.id} has no demonstrator; "
             'give a JSON-lines file of {"messages": [...]}'
         )
     rng = np.random.default_rng(config.run.seed)

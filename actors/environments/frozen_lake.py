@@ -13,7 +13,6 @@ where it is and costs a turn; the next observation then starts with a line ``inv
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,38 +68,17 @@ class FrozenLakeText(gymnasium.Env[str, str]):
         success = self._cells[self._position] == "G"
         return self._grid(), float(reward), terminated, truncated, {"success": success, "invalid_move": False}
 
-    def shortest_move(self) -> str:
-        """The first move (in the order of ``MOVES``) of a shortest way to the goal."""
-        distances = self._distances()
-        return min(MOVES, key=lambda move: distances.get(self._after(self._position, move), len(self._cells)))
+    def moves_nearer(self) -> str:
+        """The moves that bring the agent nearer to the goal as the crow flies; holes are not looked at."""
+        row, column = divmod(self._position, self._size)
+        goal_row, goal_column = divmod(self._cells.index("G"), self._size)
+        near = {"L": goal_column < column, "D": goal_row > row, "R": goal_column > column, "U": goal_row < row}
+        return "".join(move for move in MOVES if near[move])
 
     def _grid(self) -> str:
         cells = list(self._cells)
         cells[self._position] = "A"
         return "\n".join("".join(cells[i : i + self._size]) for i in range(0, len(cells), self._size))
-
-    def _after(self, cell: int, move: str) -> int:
-        """The cell that ``move`` leads to, from FrozenLake's own transition table."""
-        ((_, destination, _, _),) = self._lake.P[cell][MOVES.index(move)]
-        return int(destination)
-
-    def _distances(self) -> dict[int, int]:
-        """Moves to the goal from every cell that can reach it: breadth-first, backwards from the goal."""
-        sources: dict[int, list[int]] = {}
-        for cell, kind in enumerate(self._cells):
-            if kind == ".":
-                for move in MOVES:
-                    sources.setdefault(self._after(cell, move), []).append(cell)
-        goal = self._cells.index("G")
-        distances = {goal: 0}
-        frontier = deque([goal])
-        while frontier:
-            cell = frontier.popleft()
-            for source in sources.get(cell, ()):
-                if source not in distances:
-                    distances[source] = distances[cell] + 1
-                    frontier.append(source)
-        return distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +103,15 @@ def demonstrate(
     max_turns: int,
     system_prompt: str | None = None,
 ) -> Demonstration:
-    """Let a noisy expert play one episode in the real environment.
+    """Let a hasty walker play one episode in the real environment: it heads for the goal and does not see holes.
+
+    Who imitates it learns how moves are written and where the goal lies. What a hole is, it has to find out itself.
 
     Args:
         seed: chooses the map, as ``reset`` does.
         kwargs: arguments of ``FrozenLakeText``.
-        noise: probability with which each move of the shortest way is replaced by a uniformly random one, 0 to 1.
-        rng: source of that noise.
+        noise: probability with which each move is replaced by a uniformly random one, 0 to 1.
+        rng: source of that noise, and of the choice between two moves towards the goal.
         max_turns: the episode ends after this many moves, at least 1.
         system_prompt: text of a first system message; None for none.
     """
@@ -139,7 +119,8 @@ def demonstrate(
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     observation, info = environment.reset(seed=seed)
     for _ in range(max_turns):
-        move = MOVES[rng.integers(len(MOVES))] if rng.random() < noise else environment.shortest_move()
+        moves = MOVES if rng.random() < noise else environment.moves_nearer()
+        move = moves[rng.integers(len(moves))]
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": move}]
         observation, _, terminated, truncated, info = environment.step(move)
         if terminated or truncated:

@@ -57,34 +57,27 @@ def test_the_seed_alone_chooses_the_map():
     assert len(set(unseeded)) > 20
 
 
-def test_the_expert_takes_a_shortest_way_to_the_goal():
-    for seed in range(50):
-        demonstration = demonstrate(seed, {}, noise=0.0, rng=np.random.default_rng(0), max_turns=50)
-        assert demonstration.success
+def test_the_hasty_walker_only_ever_goes_towards_the_goal_and_ends_in_a_hole_if_one_is_there():
+    successes = 0
+    for seed in range(100):
+        demonstration = demonstrate(seed, {}, noise=0.0, rng=np.random.default_rng(seed), max_turns=50)
         moves = [m["content"] for m in demonstration.messages if m["role"] == "assistant"]
-        assert len(moves) == fewest_moves(generate_random_map(size=4, p=0.8, seed=seed))
+        assert set(moves) <= {"D", "R"}
+        assert moves.count("D") <= 3 and moves.count("R") <= 3
+        board = generate_random_map(size=4, p=0.8, seed=seed)
+        assert board[moves.count("D")][moves.count("R")] == ("G" if demonstration.success else "H")
+        successes += demonstration.success
+    assert 20 < successes < 50, "the walker should be a weak player, but not a hopeless one"
 
 
-def fewest_moves(board):
-    """Matrix powers of the adjacency of open cells: another way than the expert's own search."""
-    size = len(board)
-    cells = [(r, c) for r in range(size) for c in range(size) if board[r][c] != "H"]
-    adjacency = np.array([[abs(a - c) + abs(b - d) <= 1 for c, d in cells] for a, b in cells], int)
-    reach, moves = np.eye(len(cells), dtype=int), 0
-    while not reach[cells.index((0, 0)), cells.index((size - 1, size - 1))]:
-        reach, moves = reach @ adjacency, moves + 1
-    return moves
-
-
-def test_noise_makes_the_expert_weaker_down_to_random_play():
+def test_noise_makes_the_walker_weaker_down_to_random_play():
     def successes(noise):
         rng = np.random.default_rng(0)
-        return sum(demonstrate(seed, {}, noise=noise, rng=rng, max_turns=12).success for seed in range(200))
+        return sum(demonstrate(seed, {}, noise=noise, rng=rng, max_turns=12).success for seed in range(400))
 
-    perfect, half, random = successes(0.0), successes(0.5), successes(1.0)
-    assert perfect == 200
-    assert perfect > half > random
-    assert random < 20
+    steady, half, random = successes(0.0), successes(0.5), successes(1.0)
+    assert steady > half > random
+    assert random < 40
 
 
 def test_a_demonstration_is_a_conversation_that_ends_with_a_move():
@@ -252,7 +245,8 @@ def test_calls_run_at_the_same_time_up_to_the_count_and_in_order():
     run_calls(scenario, count=3)
 
 
-def test_every_hung_call_ends_though_hung_calls_outnumber_the_threads():
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_hung_call_ends_though_hung_calls_outnumber_the_threads(count):
     release = threading.Event()
 
     async def scenario(threads):
@@ -263,4 +257,4 @@ def test_every_hung_call_ends_though_hung_calls_outnumber_the_threads():
         assert call.result == "alive"
         release.set()
 
-    run_calls(scenario, count=2, timeout_seconds=0.1)
+    run_calls(scenario, count=count, timeout_seconds=0.1)

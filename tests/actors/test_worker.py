@@ -254,6 +254,44 @@ def test_a_group_whose_slot_is_gone_is_stopped(server, run, character_folder):
     assert status["abandoned"].keys() <= {"drained"}  # the slot that went stale was not given back a second time
 
 
+class OneFast:
+    """Answers the first request at once, for version 0, and the others after ten minutes."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.go_on = asyncio.Event()
+        self.count = 0
+
+    async def generate(self, tokens, params):
+        self.count += 1
+        if self.count > 1:
+            await asyncio.sleep(600)
+        await self.go_on.wait()
+        return await self.sampler.generate(tokens, params)
+
+
+def test_a_stale_member_stops_the_other_episodes_of_its_group(server, run, character_folder):
+    # Slots live so long that a renewal cannot be what stops the group.
+    buffer = open_buffer(server, run, groups_per_batch=1, max_staleness=0, slot_seconds=3000.0)
+    sampler = OneFast(scripted.ScriptedSampler(character_folder, lambda _: "R"))
+    worker = make_worker(
+        server.url, run, character_folder, {"s": sampler}, episodes_in_flight=3, agent=Agent(None, 1, 10, 384, 30.0)
+    )
+
+    async def scenario():
+        epoch = await asyncio.to_thread(buffer.begin_epoch)
+        async with running(worker, seconds=0.1):
+            await until(lambda: asyncio.to_thread(lambda: sampler.count == 3))
+            await asyncio.to_thread(buffer.advance, epoch, 5)
+            sampler.go_on.set()
+            await until(lambda: enough(worker, "episodes", Status.CANCELLED, 2))
+        return await worker.status()
+
+    status = asyncio.run(scenario())
+    assert status["commits"] == {"stale": 1}
+    assert buffer.stats().counters["stale"] == 1 and buffer.stats().unaccounted == 0
+
+
 def test_slots_are_renewed_while_their_episodes_run(server, run, character_folder):
     buffer = open_buffer(server, run, slot_seconds=1.0, groups_per_batch=1, max_staleness=0)
     sampler = scripted.ScriptedSampler(character_folder, lambda _: "R", seconds=3.0)

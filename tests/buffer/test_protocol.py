@@ -326,6 +326,16 @@ def test_an_ack_consumes_the_batch_and_raises_the_version_once(buffer, workers, 
     assert payloads(raw, run) == []
 
 
+def test_a_task_that_was_trained_on_leaves_no_record_of_its_failures(buffer, workers, call, raw, run):
+    buffer.open(limits(groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    call(workers.abandon(call(workers.reserve("worker", timeout=0)).group, "env_error"))
+    assert raw.hlen(f"{{headrace:{run}}}:attempts") == 1
+    call(complete(workers))
+    buffer.ack(buffer.lease(epoch, 0, timeout=0), 1)
+    assert raw.hlen(f"{{headrace:{run}}}:attempts") == 0
+
+
 def test_an_ack_must_carry_a_newer_version(buffer, workers, call):
     buffer.open(limits(groups_per_batch=1))
     epoch = buffer.begin_epoch()

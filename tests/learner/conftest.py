@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ def model() -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def ladder() -> Ladder:
-    return Ladder(((4, 16), (2, 32)))
+    return Ladder(((4, 32),))
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +58,7 @@ def optimizer() -> Optimizer:
 
 @pytest.fixture(scope="session")
 def make_step(model: ModelConfig, ladder: Ladder, optimizer: Optimizer) -> MakeStep:
+    @cache  # what one test compiled, the next may use
     def make(
         objective: Objective = PPO, *, ladder: Ladder = ladder, temperature: float = 1.0, remat: bool = False
     ) -> TrainStep:

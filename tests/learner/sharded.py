@@ -63,7 +63,7 @@ def train(data: int, fsdp: int):
         OPTIMIZER,
         lambda *given: ppo_clip(*given, clip_low=0.2, clip_high=0.28),
         temperature=0.9,
-        remat=True,
+        remat=False,
     )
     state = step.initialise(initial_params(MODEL, seed=1))
     if fsdp > 1:
@@ -88,7 +88,7 @@ def main() -> None:
             ("gradient", other_gradient, gradient, 1e-6),
             ("summary", other_summary, summary, 1e-5),
             ("metrics", other_metrics, metrics, 1e-5),
-            ("parameters", other_params, params, 1e-4),  # of 3e-2: Adam enlarges rounding of tiny gradients,
+            ("parameters", other_params, params, 1e-4),  # of 3e-2: Adam enlarges rounding of tiny gradients
         ):
             for (path, mine), expected in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
                 where = f"{data}x{fsdp} {name} {jax.tree_util.keystr(path)}"

@@ -1,0 +1,196 @@
+"""The learner with a real buffer; a thread stands where the rollout workers are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
+from learner.checkpoints import Checkpoints
+from learner.learner import Learner
+from learner.models.weights import initial_params
+from learner.objectives import grpo
+from learner.publisher import Publisher
+
+GROUPS, GROUP_SIZE = 2, 4
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+class Actors:
+    """Samples nonsense with the version last broadcast, and commits it."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.versions: list[int] = []
+        self._url, self._run_name = url, run
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._work()))
+
+    def __enter__(self) -> Actors:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def broadcast(self, version: int, weights) -> None:
+        self.versions.append(version)
+
+    async def _work(self) -> None:
+        buffer = AsyncBuffer(self._url, self._run_name, timeout_seconds=10.0)
+        rng = np.random.default_rng(0)
+        while not self._stop.is_set():
+            try:
+                slot = await buffer.reserve("worker-0", 0.1)
+            except WaitTimeout:
+                continue
+            for index in range(slot.group_size):
+                await buffer.commit(self._trajectory(rng, slot.group, slot.task, index))
+        await buffer.close()
+
+    def _trajectory(self, rng: np.random.Generator, group: str, task: int, index: int) -> Trajectory:
+        size = int(rng.integers(4, 20))
+        mask = np.arange(size) % 3 == 1
+        reward = float(index % 2) if task % 3 else 1.0  # every third group is of equal rewards
+        return Trajectory(
+            tokens=rng.integers(0, 23, size, dtype=np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -3.0, 0.0).astype(np.float32),
+            versions=np.where(mask, self.versions[-1], NOT_SAMPLED).astype(np.int32),
+            rewards=np.array([reward], np.float32),
+            reward=reward,
+            status=Status.COMPLETED,
+            task=task,
+            group=group,
+            index=index,
+            metadata={"success": bool(reward)},
+        )
+
+
+@pytest.fixture
+def run(redis, tmp_path, model, ladder, make_step, request):
+    """Makes actors, their buffer, and learners of one run."""
+    name = request.node.name.translate(str.maketrans("[]", "--"))
+
+    class Run:
+        def __init__(self) -> None:
+            self.buffer = Buffer(redis.url, name, timeout_seconds=10.0)
+            self.actors = Actors(redis.url, name)
+
+        def open(self, max_staleness: int) -> None:
+            self.buffer.open(
+                Limits(
+                    max_staleness=max_staleness,
+                    groups_per_batch=GROUPS,
+                    group_size=GROUP_SIZE,
+                    max_bytes=1 << 24,
+                    slot_seconds=30.0,
+                    max_attempts=3,
+                )
+            )
+
+        def learner(self, *, batch_timeout_seconds: float = 60.0) -> Learner:
+            return Learner(
+                make_step(),
+                initial_params(model, seed=0),
+                ladder=ladder,
+                advantage=grpo,
+                buffer=self.buffer,
+                publisher=Publisher(
+                    model, self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0
+                ),
+                checkpoints=Checkpoints(tmp_path / "checkpoints", model, keep=2),
+                checkpoint_every_steps=3,
+                batch_timeout_seconds=batch_timeout_seconds,
+            )
+
+    made = Run()
+    yield made
+    made.buffer.close()
+
+
+RECORD = set(
+    "step version loss reward_mean success_mean staleness_mean staleness_max tokens trained_tokens trajectories "
+    "idle_seconds step_seconds publish_seconds learner_idle_fraction grad_norm learning_rate entropy ratio_mean "
+    "ratio_max clip_fraction kl_k3 logprob_difference_max logprob_difference_tokens zero_variance_groups "
+    "padding_fraction compilations_after_warmup".split()
+)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness) -> None:
+    run.open(max_staleness)
+    learner, records = run.learner(), []
+    learner.start()
+    assert run.actors.versions == [0]
+    with run.actors:
+        learner.run(5, threading.Event(), records.append)
+    learner.close()
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert [record["version"] for record in records] == [0, 1, 2, 3, 4]
+    assert run.actors.versions == [0, 1, 2, 3, 4, 5]
+    assert all(set(record) == RECORD for record in records)
+    assert all(record["compilations_after_warmup"] == 0 for record in records)
+    assert all(0 <= record["staleness_max"] <= max_staleness for record in records)
+    assert all(record["trajectories"] == GROUPS * GROUP_SIZE for record in records)
+    assert all(0 <= record["learner_idle_fraction"] < 1 for record in records)
+    assert {record["zero_variance_groups"] for record in records} == {0, 1}
+    if max_staleness == 0:  # all that is trained was sampled by the very version being trained
+        assert all(record["logprob_difference_tokens"] == record["trained_tokens"] > 0 for record in records)
+    stats = run.buffer.stats()
+    assert (stats.version, stats.counters["acked"], stats.leased, stats.unaccounted) == (5, 5 * GROUPS, 0, 0)
+
+
+def test_a_stopped_run_saves_and_goes_on_with_the_next_version(run) -> None:
+    run.open(2)
+    learner, stop = run.learner(), threading.Event()
+    records: list[dict[str, float]] = []
+
+    def stop_after_two(record: dict[str, float]) -> None:
+        records.append(record)
+        if record["step"] == 2:
+            stop.set()
+
+    learner.start()
+    with run.actors:
+        learner.run(100, stop, stop_after_two)
+        learner.close()
+        assert len(records) == 2
+        stats = run.buffer.stats()
+        assert (stats.version, stats.leased, stats.counters["acked"]) == (2, 0, 2 * GROUPS)
+        again = run.learner()
+        again.start()
+        assert run.actors.versions == [0, 1, 2, 3]
+        assert (again.step, again.version, run.buffer.version()) == (2, 3, 3)
+        again.run(3, threading.Event(), records.append)
+        again.close()
+    assert [(record["step"], record["version"]) for record in records] == [(1, 0), (2, 1), (3, 3)]
+
+
+def test_a_stop_ends_the_wait_for_a_batch(run) -> None:
+    run.open(0)
+    learner, stop = run.learner(), threading.Event()
+    learner.start()
+    stop_soon = threading.Timer(0.2, stop.set)
+    stop_soon.start()
+    learner.run(1, stop, lambda record: pytest.fail("nothing was there to train on"))
+    stop_soon.join()
+    learner.close()
+
+
+def test_without_actors_the_wait_ends_and_says_what_is_missing(run) -> None:
+    run.open(0)
+    learner = run.learner(batch_timeout_seconds=0.1)
+    learner.start()
+    with pytest.raises(WaitTimeout, match="the learner waits for the rollout workers"):
+        learner.run(1, threading.Event(), lambda record: None)
+    learner.close()
