@@ -8,9 +8,11 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from learner.mesh import make_mesh
 from learner.models.config import ModelConfig
+from learner.models.weights import initial_params
 from learner.objectives import Objective, ppo_clip
 from learner.optimizer import Optimizer, make_optimizer
 from learner.packing import Example, Ladder
@@ -34,6 +36,11 @@ def model() -> ModelConfig:
         head_dim=8,
         max_position_embeddings=64,
     )
+
+
+@pytest.fixture(scope="session")
+def params(model: ModelConfig) -> nnx.State:
+    return initial_params(model, seed=0)
 
 
 @pytest.fixture(scope="session")

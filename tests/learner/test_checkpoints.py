@@ -16,7 +16,6 @@ from flax import nnx
 
 from learner.checkpoints import Checkpoints
 from learner.models.config import ModelError
-from learner.models.weights import initial_params
 from learner.packing import pack
 from learner.step import TrainState
 
@@ -37,10 +36,10 @@ def assert_equal(ours, theirs) -> None:
         np.testing.assert_array_equal(mine, other, err_msg=jax.tree_util.keystr(path))
 
 
-def test_a_restored_state_is_exact_although_training_went_on(tmp_path, model, step, batch) -> None:
+def test_a_restored_state_is_exact_although_training_went_on(tmp_path, model, params, step, batch) -> None:
     checkpoints = Checkpoints(tmp_path, model, keep=2)
     assert checkpoints.latest() is None
-    state, _ = step(step.initialise(initial_params(model, seed=0)), batch, 0)
+    state, _ = step(step.initialise(params), batch, 0)
     saved = jax.device_get(jax.tree.map(np.array, state))
     checkpoints.save(1, state, version=7)
     for _ in range(3):  # the step overwrites the very buffers that are being saved
@@ -57,18 +56,18 @@ def test_a_restored_state_is_exact_although_training_went_on(tmp_path, model, st
     again.close()
 
 
-def test_only_the_newest_are_kept(tmp_path, model, step) -> None:
+def test_only_the_newest_are_kept(tmp_path, model, params, step) -> None:
     checkpoints = Checkpoints(tmp_path, model, keep=2)
-    state = step.initialise(initial_params(model, seed=0))
+    state = step.initialise(params)
     for number in (1, 2, 3, 3):
         checkpoints.save(number, state, version=number)
     checkpoints.close()
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 3]
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_what_differs(tmp_path, model, step) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_what_differs(tmp_path, model, params, step) -> None:
     checkpoints = Checkpoints(tmp_path, model, keep=1)
-    checkpoints.save(1, step.initialise(initial_params(model, seed=0)), version=0)
+    checkpoints.save(1, step.initialise(params), version=0)
     checkpoints.close()
     other = Checkpoints(tmp_path, dataclasses.replace(model, intermediate_size=32), keep=1)
     with pytest.raises(ModelError, match="intermediate_size is 24, the run's model has 32"):

@@ -12,7 +12,6 @@ import pytest
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
 from learner.checkpoints import Checkpoints
 from learner.learner import Learner
-from learner.models.weights import initial_params
 from learner.objectives import grpo
 from learner.publisher import Publisher
 
@@ -77,7 +76,7 @@ class Actors:
 
 
 @pytest.fixture
-def run(redis, tmp_path, model, ladder, make_step, request):
+def run(redis, tmp_path, model, params, ladder, make_step, request):
     """Makes actors, their buffer, and learners of one run."""
     name = request.node.name.translate(str.maketrans("[]", "--"))
 
@@ -101,7 +100,7 @@ def run(redis, tmp_path, model, ladder, make_step, request):
         def learner(self, *, batch_timeout_seconds: float = 60.0) -> Learner:
             return Learner(
                 make_step(),
-                initial_params(model, seed=0),
+                params,
                 ladder=ladder,
                 advantage=grpo,
                 buffer=self.buffer,
@@ -118,12 +117,34 @@ def run(redis, tmp_path, model, ladder, make_step, request):
     made.buffer.close()
 
 
-RECORD = set(
-    "step version loss reward_mean success_mean staleness_mean staleness_max tokens trained_tokens trajectories "
-    "idle_seconds step_seconds publish_seconds learner_idle_fraction grad_norm learning_rate entropy ratio_mean "
-    "ratio_max clip_fraction kl_k3 logprob_difference_max logprob_difference_tokens zero_variance_groups "
-    "padding_fraction compilations_after_warmup".split()
-)
+RECORD = {
+    "step",
+    "version",
+    "loss",
+    "reward_mean",
+    "success_mean",
+    "staleness_mean",
+    "staleness_max",
+    "tokens",
+    "trained_tokens",
+    "trajectories",
+    "idle_seconds",
+    "step_seconds",
+    "publish_seconds",
+    "learner_idle_fraction",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction",
+    "kl_k3",
+    "logprob_difference_max",
+    "logprob_difference_tokens",
+    "zero_variance_groups",
+    "padding_fraction",
+    "compilations_after_warmup",
+}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.models.weights import initial_params, parameter_path
+from learner.models.weights import parameter_path
 from learner.optimizer import make_optimizer
 
 SETTINGS = {
@@ -45,8 +45,7 @@ def test_an_unknown_decay_is_refused() -> None:
         make_optimizer(**SETTINGS | {"decay": "exponential"})
 
 
-def test_weight_decay_spares_the_norms(model) -> None:
-    params = initial_params(model, seed=0)
+def test_weight_decay_spares_the_norms(params) -> None:
     rule = make_optimizer(**SETTINGS | {"weight_decay": 0.5}).rule
     change, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
     moved = {parameter_path(path): bool(np.any(leaf)) for path, leaf in jax.tree.leaves_with_path(change)}
@@ -56,8 +55,7 @@ def test_weight_decay_spares_the_norms(model) -> None:
     assert len(moved) == 13
 
 
-def test_a_huge_gradient_moves_no_further_than_its_direction(model) -> None:
-    params = initial_params(model, seed=0)
+def test_a_huge_gradient_moves_no_further_than_its_direction(params) -> None:
     rule = make_optimizer(**SETTINGS).rule
     gradient = jax.tree.map(jnp.ones_like, params)
     small, _ = rule.update(gradient, rule.init(params), params)

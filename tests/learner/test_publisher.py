@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from learner.models.weights import initial_params, to_hf
+from learner.models.weights import to_hf
 from learner.publisher import BroadcastError, PublicationError, Publisher
 
 
@@ -31,11 +31,6 @@ class Samplers:
 
     def acknowledge(self, version: int):
         return lambda: self.events.append(("acknowledged", version))
-
-
-@pytest.fixture
-def params(model):
-    return initial_params(model, seed=0)
 
 
 def make_publisher(model, samplers, *, attempts: int = 3, timeout_seconds: float = 30.0) -> Publisher:

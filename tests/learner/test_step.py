@@ -10,7 +10,7 @@ from flax import nnx
 
 from learner.models.compilations import CompilationCounter
 from learner.models.decoder import attend_packed
-from learner.models.weights import abstract_model, initial_params
+from learner.models.weights import abstract_model
 from learner.objectives import cross_entropy
 from learner.packing import Ladder, pack
 
@@ -21,11 +21,6 @@ LENGTHS = (31, 16, 15, 12, 9, 7, 5, 3, 2)
 def examples(make_example):
     rng = np.random.default_rng(1)
     return [make_example(rng, size) for size in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return initial_params(model, seed=2)
 
 
 def assert_trees_close(ours, theirs, **tolerance) -> None:
@@ -89,7 +84,7 @@ def test_cutting_the_batch_differently_never_changes_the_gradient(make_step, exa
 
     whole, (reference, summary) = gradient(((8, 32),))
     assert whole == 1
-    for shapes in (((4, 32),), ((2, 16), (4, 32))):
+    for shapes in (((2, 32),), ((2, 16), (4, 32))):
         micro_batches, (other, other_summary) = gradient(shapes)
         assert micro_batches > 1
         assert_trees_close(other, reference, atol=1e-6)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from learner.models.weights import initial_params
 from learner.objectives import cross_entropy
 from learner.supervised import supervised_example, train_supervised
 
@@ -23,8 +22,8 @@ def _counting(sizes) -> list:
 
 
 @pytest.fixture
-def settings(make_step, model, ladder):
-    return {"step": make_step(cross_entropy), "params": initial_params(model, seed=0), "ladder": ladder, "seed": 0}
+def settings(make_step, params, ladder):
+    return {"step": make_step(cross_entropy), "params": params, "ladder": ladder, "seed": 0}
 
 
 def test_it_learns_what_is_shown(settings) -> None:

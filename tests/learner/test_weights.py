@@ -28,6 +28,11 @@ TIED = ModelConfig(
 )
 
 
+@pytest.fixture(scope="module")
+def tied() -> nnx.State:
+    return initial_params(TIED, seed=0)
+
+
 @pytest.mark.parametrize("layout", ["config.json", "config.older.json"])
 def test_logits_equal_the_reference_library(tmp_path: Path, layout: str) -> None:
     shutil.copy(GOLDEN / layout, tmp_path / "config.json")
@@ -50,25 +55,23 @@ def test_tensors_survive_the_round_trip_exactly() -> None:
         np.testing.assert_array_equal(returned[name], tensor, err_msg=name)
 
 
-def test_a_written_folder_reads_back_as_the_same_model(tmp_path: Path) -> None:
-    params = initial_params(TIED, seed=3)
-    write_model(TIED, params, tmp_path)
+def test_a_written_folder_reads_back_as_the_same_model(tmp_path: Path, tied) -> None:
+    write_model(TIED, tied, tmp_path)
     config, read = read_model(tmp_path)
     assert config == TIED
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    for name, tensor in to_hf(TIED, params).items():
+    for name, tensor in to_hf(TIED, tied).items():
         np.testing.assert_array_equal(to_hf(config, read)[name], tensor, err_msg=name)
 
 
-def test_host_arrays_are_contiguous_copies() -> None:
-    params = initial_params(TIED, seed=0)
-    tensors = to_hf(TIED, params)
+def test_host_arrays_are_contiguous_copies(tied) -> None:
+    tensors = to_hf(TIED, tied)
     for tensor in tensors.values():
         assert tensor.flags.c_contiguous and tensor.flags.owndata
 
 
-def test_parameters_do_not_alias_the_callers_memory() -> None:
-    tensors = to_hf(TIED, initial_params(TIED, seed=0))
+def test_parameters_do_not_alias_the_callers_memory(tied) -> None:
+    tensors = to_hf(TIED, tied)
     params = from_hf(TIED, tensors)
     before = to_hf(TIED, params)
     for tensor in tensors.values():
@@ -77,10 +80,9 @@ def test_parameters_do_not_alias_the_callers_memory() -> None:
         np.testing.assert_array_equal(tensor, before[name], err_msg=name)
 
 
-def test_parameter_count_is_that_of_the_tensors() -> None:
-    for config in (TIED, read_model(GOLDEN)[0]):
-        tensors = to_hf(config, initial_params(config, seed=0))
-        assert config.parameter_count == sum(t.size for t in tensors.values())
+def test_parameter_count_is_that_of_the_tensors(tied) -> None:
+    for config, params in ((TIED, tied), read_model(GOLDEN)):
+        assert config.parameter_count == sum(tensor.size for tensor in to_hf(config, params).values())
 
 
 @pytest.mark.parametrize(
@@ -97,15 +99,15 @@ def test_parameter_count_is_that_of_the_tensors() -> None:
         (lambda w: w.update({"lm_head.weight": np.zeros((19, 12), np.float32)}), "tie_word_embeddings"),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name(change, message) -> None:
-    weights = to_hf(TIED, initial_params(TIED, seed=0))
+def test_weights_of_another_model_are_refused_by_name(change, message, tied) -> None:
+    weights = to_hf(TIED, tied)
     change(weights)
     with pytest.raises(ModelError, match=message):
         from_hf(TIED, weights)
 
 
-def test_the_copy_of_a_tied_head_is_accepted() -> None:
-    weights = to_hf(TIED, initial_params(TIED, seed=0))
+def test_the_copy_of_a_tied_head_is_accepted(tied) -> None:
+    weights = to_hf(TIED, tied)
     from_hf(TIED, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].copy()})
 
 

@@ -179,6 +179,7 @@ class LocalSampler:
             "tokens_sampled": counters.tokens_sampled,
             "tokens_prefilled": counters.tokens_prefilled,
             "tokens_reused": counters.tokens_reused,
+            "calls": counters.calls,
             "busy_seconds": counters.busy_seconds,
             "tokens_per_busy_second": counters.tokens_sampled / max(counters.busy_seconds, 1e-9),
             "compilations_after_warmup": engine.compilations_after_warm_up,
