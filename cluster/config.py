@@ -110,7 +110,8 @@ class SamplerConfig(Section):
     replicas: Count = 1
     """Number of samplers, each a process with its own copy of the weights."""
     slots: Count = 64
-    """Requests that one sampler serves at once; each keeps its keys and values in a slot of the cache."""
+    """Requests that one sampler serves at once, each in a slot of its cache of keys and values. With fewer slots than
+    episodes in flight, an episode's next turn often finds its keys gone and computes them again."""
     context_length: Annotated[int, Field(ge=16)]
     """Longest conversation in tokens, prompt and replies together."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 import numpy as np
 import ray
 
-from actors.chat import Chat
 from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.errors import ConfigError
 from cluster.learner_actor import broadcast
+from cluster.policy import check_model_folder
 from cluster.ray_runtime import ray_runtime
 from cluster.services import START_SECONDS, start_samplers, start_workers
 from cluster.signals import stop_on_signals
@@ -125,8 +125,8 @@ def evaluate(config: Config) -> int:
     settings, path = config.telemetry, config.model.path
     if path is None:
         raise ConfigError("model.path=null: expected the folder of the model to evaluate, such as runs/NAME/model")
+    check_model_folder(config)
     model, params = read_model(path)
-    Chat(path)
     with ExitStack() as stack:
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))
         display.phase("starting Ray")

@@ -47,7 +47,12 @@ class Monitor:
         self.steps = 0
 
     def look(self) -> None:
-        """See how every service is; record new steps, set the metrics and update the display.
+        """See how every service is, and show it."""
+        self.collect()
+        self._display.update(self._snapshot)
+
+    def collect(self) -> None:
+        """See how every service is; record new steps and set the metrics.
 
         Raises:
             RayTaskError, RayActorError: a service failed.
@@ -64,7 +69,6 @@ class Monitor:
         self._snapshot["episodes_failed"] = sum(sum(status["errors"].values()) for status in workers)
         self._take_buffer()
         self._metrics.set(self._snapshot)
-        self._display.update(self._snapshot)
 
     def _take_steps(self, records: list[dict[str, Any]]) -> None:
         for record in records:

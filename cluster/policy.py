@@ -12,12 +12,37 @@ from actors.chat import Chat
 from cluster.config import Config
 from cluster.conversations import load_conversations
 from cluster.display import Display
+from cluster.errors import ConfigError
 from cluster.monitor import ANSWER_SECONDS
 from cluster.runfolder import RunFolder
 from cluster.services import START_SECONDS, start_learner, wait_for
+from learner.models.config import read_config
 
 WARM_START_SECONDS = 24 * 3600.0
 """Longest that a warm start may take."""
+
+
+def check_model_folder(config: Config) -> None:
+    """Find out before anything starts whether ``model.path``, if given, can be used.
+
+    Raises:
+        ModelError, ChatError: a file is missing or describes something else.
+        ConfigError: the model is too small for the tokenizer or the context length.
+    """
+    path = config.model.path
+    if path is None:
+        return
+    model, chat = read_config(path), Chat(path)
+    if chat.vocabulary_size > model.vocab_size:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has {chat.vocabulary_size} tokens, its model vocab_size="
+            f"{model.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    if config.sampler.context_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"sampler.context_length={config.sampler.context_length}: the model at {path} was made for "
+            f"{model.max_position_embeddings} tokens; use at most that"
+        )
 
 
 def prepare_policy(config: Config, folder: RunFolder, display: Display, watch: Callable[[], None]) -> Path:
@@ -31,13 +56,10 @@ def prepare_policy(config: Config, folder: RunFolder, display: Display, watch: C
 
     Raises:
         ConfigError: the conversations cannot be used.
-        ModelError, ChatError: the folder at ``model.path`` cannot be used.
     """
     settings = config.model
-    if settings.path is not None:
-        Chat(settings.path)  # a folder without tokenizer or chat template is found out before anything is trained
-        if settings.warm_start is None:
-            return settings.path
+    if settings.path is not None and settings.warm_start is None:
+        return settings.path
     target = folder.initial_model
     if target.is_dir():
         return target

@@ -59,6 +59,7 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
         client = Buffer(url, folder.run_id, timeout_seconds=settings.timeout_seconds)
         try:
             client.open(limits)
+            client.reclaim()  # slots of an earlier start of the run: its workers are gone
             yield url, client
         finally:
             client.close()

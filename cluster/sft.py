@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from cluster.config import Config
 from cluster.display import open_display
 from cluster.errors import ConfigError
-from cluster.policy import prepare_policy
+from cluster.policy import check_model_folder, prepare_policy
 from cluster.ray_runtime import ray_runtime
 from cluster.runfolder import RunFolder
 from cluster.signals import stop_on_signals
@@ -22,6 +22,7 @@ def sft(config: Config) -> int:
     settings = config.telemetry
     if config.model.warm_start is None:
         raise ConfigError("model.warm_start=null: expected a section that says what to imitate, and for how many steps")
+    check_model_folder(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(config))
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))

@@ -19,7 +19,7 @@ from cluster.display import Display, open_display
 from cluster.evaluation import EvaluationRun, evaluate_policy
 from cluster.monitor import Monitor
 from cluster.plots import plot_learning_curve
-from cluster.policy import prepare_policy
+from cluster.policy import check_model_folder, prepare_policy
 from cluster.ray_runtime import ray_runtime
 from cluster.runfolder import RunFolder
 from cluster.services import (
@@ -50,6 +50,7 @@ def train(config: Config) -> int:
     """Run the whole job; returns the exit status: 0, or 130 or 143 when asked to stop."""
     started = time.monotonic()
     settings = config.telemetry
+    check_model_folder(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(config))
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))
@@ -151,7 +152,7 @@ class TrainingRun:
         while self._evaluation is not None and not self._take_evaluation(POLL_SECONDS):
             self._watch()
         self._evaluate("evaluating the trained policy", step=self._config.learner.steps)
-        self._started().look()
+        self._started().collect()
 
     def report(self, finished: bool, *, seconds: float) -> None:
         """Write summary and learning curve, and say what came out."""

@@ -1,0 +1,84 @@
+"""``headrace train`` as a person runs it: real Redis, Ray, sampler, workers and learner, on a small model."""
+
+import signal
+import subprocess
+
+import pytest
+from jobs import QUICKSTART, SMALL, command, environment, processes_naming, read_records, read_summary, wait_until
+
+
+def assert_groups_add_up(groups):
+    assert groups["reserved"] == sum(count for name, count in groups.items() if name != "reserved")
+
+
+def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
+    done = train("learner.steps=4", "run.name=once")
+    assert done.returncode == 0, done.stderr + done.stdout
+    folder, summary = tmp_path / "once", read_summary(tmp_path / "once")
+    assert summary["steps"] == summary["version"] == 4
+    assert summary["episodes_evaluated"] == 16
+    assert 0 <= summary["success_before"] <= 1 and 0 <= summary["success_after"] <= 1
+    assert summary["staleness_max_trained"] <= summary["staleness_limit"] == 2
+    assert summary["compilations_after_warmup"] == 0
+    assert summary["max_logprob_difference"] <= 1e-4
+    assert summary["groups"]["acked"] == 8
+    assert_groups_add_up(summary["groups"])
+    for name in ("config.yaml", "learning_curve.png", "model/model.safetensors", "model/tokenizer.json", "checkpoints"):
+        assert (folder / name).exists(), name
+    assert "success before" in done.stdout and "success after" in done.stdout
+    assert not done.stderr
+    assert processes_naming(tmp_path) == []
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_trains_on_it(
+    train, tmp_path, temperature
+):
+    done = train(
+        "learner.steps=3", "run.name=sync", "buffer.max_staleness=0", f"sampler.temperature={temperature}",
+        "learner.optimizer.learning_rate=0.01", "task.eval_tasks=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    steps = read_records(tmp_path / "sync")
+    assert [record["version"] for record in steps] == [0, 1, 2]
+    for record in steps:
+        assert record["staleness_max"] == 0
+        assert record["logprob_difference_tokens"] == record["trained_tokens"]
+        assert record["logprob_difference_max"] <= 1e-4
+        assert abs(record["ratio_max"] - 1) <= 1e-4 or not record["trained_tokens"]
+    assert any(record["trained_tokens"] for record in steps), "no group had a gradient: the test shows nothing"
+
+
+def test_a_stopped_run_is_saved_and_goes_on_where_it_was(train, tmp_path):
+    running = subprocess.Popen(
+        command("train", QUICKSTART, *SMALL, f"run.folder={tmp_path}", "run.name=stopped", "learner.steps=1000"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        folder = tmp_path / "stopped"
+        wait_until(lambda: (folder / "metrics.jsonl").exists() and len(read_records(folder)) >= 3, running)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 130, output
+    assert "Traceback" not in output
+    assert "run.resume=true" in output
+    assert processes_naming(tmp_path) == []
+    before = read_summary(folder)
+    assert_groups_add_up(before["groups"])
+
+    more = before["steps"] + 2
+    done = train("run.name=stopped", "run.resume=true", f"learner.steps={more}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    after = read_summary(folder)
+    assert f"going on from the checkpoint of step {before['steps']}" in done.stdout
+    assert after["steps"] == more
+    assert [record["step"] for record in read_records(folder)] == list(range(1, more + 1))
+    versions = [record["version"] for record in read_records(folder)]
+    assert versions == sorted(set(versions)), "a policy version was used twice"
+    assert after["groups"]["acked"] == 2 * more, "a group was trained twice or lost"
+    assert_groups_add_up(after["groups"])
