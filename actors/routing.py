@@ -17,13 +17,16 @@ GATHER_SECONDS = 0.002
 """How long requests to one Ray actor are gathered before they are sent together."""
 AVOID_SECONDS = 5.0
 """How long a sampler that failed is chosen only if all others failed too."""
+ANSWER_SECONDS = 20.0
+"""How long after a request's own deadline a Ray actor may take to say that it passed."""
 
 
 class RemoteSampler:
     """A sampler that is a Ray actor with ``generate_many``, an asynchronous generator.
 
     A Ray call costs more than what small requests take, so requests that come within a few milliseconds travel in
-    one call; its answers come back as they are done, so a long reply holds up no short one.
+    one call; its answers come back as they are done, so a long reply holds up no short one. A call whose answers
+    nobody waits for any more is cancelled.
     """
 
     def __init__(self, name: str, handle: Any) -> None:
@@ -35,28 +38,54 @@ class RemoteSampler:
         self._calls: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> Generation:
-        """As ``Sampler.generate``; whatever Ray reports becomes a ``SamplerError`` of one line."""
+        """As ``Sampler.generate``; whatever Ray reports becomes a ``SamplerError`` of one line.
+
+        An actor that is frozen or cut off reports nothing: it has ``ANSWER_SECONDS`` beyond the request's deadline.
+        """
         loop = asyncio.get_running_loop()
         request = _Request(tokens, params, loop.create_future())
         self._gathered.append(request)
         if len(self._gathered) == 1:
             loop.call_later(GATHER_SECONDS, self._send)
-        return await request.answer
+        limit = params.deadline_seconds + ANSWER_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                return await request.answer
+        except TimeoutError as error:
+            raise SamplerError(
+                f"sampler {self._name} gave no answer within {limit:g} s; expected one by the request's deadline of "
+                f"{params.deadline_seconds:g} s: restart the sampler if it is frozen"
+            ) from error
 
     def _send(self) -> None:
-        requests, self._gathered = self._gathered, []
+        requests, self._gathered = [request for request in self._gathered if not request.answer.done()], []
+        if not requests:
+            return
         call = asyncio.get_running_loop().create_task(self._call(requests))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
+        def stop_if_unwanted(_: asyncio.Future[Generation]) -> None:
+            # Only what was given up leaves the actor with work: a call that answered everyone ends by itself.
+            if all(request.answer.done() for request in requests) and any(r.answer.cancelled() for r in requests):
+                call.cancel()
+
+        for request in requests:
+            request.answer.add_done_callback(stop_if_unwanted)
+
     async def _call(self, requests: list[_Request]) -> None:
-        from ray.exceptions import RayError, RayTaskError  # Ray is there if and only if a Ray handle is
+        import ray  # there if and only if a Ray handle is
+        from ray.exceptions import RayError, RayTaskError
 
         failure: Exception = SamplerError(f"sampler {self._name} ended a call without an answer; restart the sampler")
+        pieces = self._generate_many.remote([(request.tokens, request.params) for request in requests])
         try:
-            async for piece in self._generate_many.remote([(request.tokens, request.params) for request in requests]):
+            async for piece in pieces:
                 for index, outcome in await piece:
                     requests[index].resolve(outcome)
+        except asyncio.CancelledError:
+            ray.cancel(pieces)  # dropping the generator would leave the actor sampling
+            raise
         except RayTaskError as error:
             failure = SamplerError(f"sampler {self._name} failed: {error.cause!r}")
         except RayError as error:

@@ -42,6 +42,7 @@ class RolloutWorker:
         model_folder: Path,
         environment_id: str,
         environment_kwargs: Mapping[str, Any],
+        evaluation_kwargs: Mapping[str, Any],
         step_timeout_seconds: float,
         threads: int,
         agent: Agent,
@@ -63,6 +64,7 @@ class RolloutWorker:
             model_folder: holds the tokenizer and the chat template.
             environment_id: registry id of a text environment.
             environment_kwargs: its arguments.
+            evaluation_kwargs: added to these, or in place of them, for ``evaluate``.
             step_timeout_seconds: limit of one environment call.
             threads: environment calls at the same time.
             agent: how the policy is asked.
@@ -81,9 +83,13 @@ class RolloutWorker:
         self._outage_seconds = buffer_outage_seconds
         self._router = Router(samplers)
         self._chat = Chat(Path(model_folder))
-        self._environments = EnvironmentPool(
-            environment_id, environment_kwargs, threads=threads, step_timeout_seconds=step_timeout_seconds
-        )
+
+        def pool(kwargs: Mapping[str, Any]) -> EnvironmentPool:
+            return EnvironmentPool(environment_id, kwargs, threads=threads, step_timeout_seconds=step_timeout_seconds)
+
+        held_out_kwargs = {**environment_kwargs, **evaluation_kwargs}
+        self._training = pool(environment_kwargs)
+        self._evaluation = self._training if held_out_kwargs == environment_kwargs else pool(held_out_kwargs)
         self._agent = agent
         self._temperature = temperature
         self._episodes_in_flight = episodes_in_flight
@@ -150,19 +156,21 @@ class RolloutWorker:
         """Play one episode per environment seed, without the buffer, at most ``episodes_in_flight`` at once.
 
         Returns:
-            For each seed ``seed, success, reward, turns, invalid_moves, status, tokens`` (sampled), ``version``
-            (oldest that sampled), and ``error`` where the last of the attempts failed.
+            For each seed ``seed, success, reward, turns, invalid_moves, status, trainable`` (whether the policy itself
+            brought the episode to this end), ``tokens`` (sampled), ``version`` (oldest that sampled), and ``error``
+            where the last of the attempts failed.
         """
         permits = asyncio.Semaphore(self._episodes_in_flight)
 
         async def play(position: int, seed: int) -> dict[str, Any]:
             async with permits:
                 place = Place(task=position, seed=seed, group="evaluation", index=0)
-                trajectory = await self._attempt(place, temperature)
+                trajectory = await self._attempt(place, self._evaluation, temperature)
             return {
                 **trajectory.metadata,
                 "reward": trajectory.reward,
                 "status": str(trajectory.status),
+                "trainable": trajectory.status.trainable,
                 "tokens": int(trajectory.loss_mask.sum()),
                 "version": trajectory.oldest_version,
             }
@@ -228,7 +236,7 @@ class RolloutWorker:
     async def _run_member(self, buffer: AsyncBuffer, slot: Slot, index: int) -> None:
         place = Place(task=slot.task, seed=self._seed_of(slot.task), group=slot.group, index=index)
         async with self._permits:
-            trajectory = await self._attempt(place, self._temperature)
+            trajectory = await self._attempt(place, self._training, self._temperature)
         if not trajectory.status.trainable:
             raise _GroupOver(str(trajectory.status))
         outcome = await self._patiently("commit", lambda: buffer.commit(trajectory))
@@ -243,7 +251,7 @@ class RolloutWorker:
             if not await self._patiently("renew", lambda: buffer.renew(slot.group)):
                 raise _GroupOver(None)
 
-    async def _attempt(self, place: Place, temperature: float) -> Trajectory:
+    async def _attempt(self, place: Place, environments: EnvironmentPool, temperature: float) -> Trajectory:
         """The trajectory of the first attempt that is data, or of the last one."""
         for attempt in range(self._max_attempts):
             if attempt:
@@ -253,7 +261,7 @@ class RolloutWorker:
                     place,
                     agent=self._agent,
                     chat=self._chat,
-                    environments=self._environments,
+                    environments=environments,
                     sampler=sampler,
                     sampler_name=sampler_name,
                     temperature=temperature,

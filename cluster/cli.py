@@ -11,7 +11,6 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +27,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    epilog="Exit status: 0 success; 2 a mistake that one line names, such as in the configuration; "
+    "130 or 143 stopped by Ctrl-C or SIGTERM; 1 anything else, with a traceback.",
     rich_markup_mode="rich",
 )
 
@@ -49,6 +50,8 @@ def headrace(
 ) -> None:
     """Asynchronous reinforcement learning of language-model agents."""
     if show_version:
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             typer.echo(f"headrace {version('headrace')}")
         except PackageNotFoundError:  # run as `python -m cluster` from a checkout
@@ -61,10 +64,11 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train an agent: warm start, evaluation, reinforcement learning, evaluation.
 
     Everything the run keeps is in [bold]runs/NAME/[/]. Ctrl-C stops it after the step in hand and
-    saves; [bold]run.resume=true[/] goes on from there.
+    saves; [bold]run.resume=true[/] goes on from there. [bold]headrace config CONFIG[/] prints every
+    key with its value; each can be overridden here.
     """
     with _errors_reported():
-        loaded = _load(config, overrides)
+        loaded = _begin(config, overrides)
         from cluster.train import train as run
 
         status = run(loaded)
@@ -75,7 +79,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model on conversations (the [bold]model.warm_start[/] section) and write its checkpoint folder."""
     with _errors_reported():
-        loaded = _load(config, overrides)
+        loaded = _begin(config, overrides)
         from cluster.sft import sft as run
 
         status = run(loaded)
@@ -84,9 +88,12 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command(name="eval")
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Evaluate a model greedily on the evaluation tasks."""
+    """Evaluate a model greedily on the evaluation tasks; [bold]model.path=FOLDER[/] says which.
+
+    FOLDER is a Hugging Face checkpoint folder, such as the [bold]runs/NAME/model[/] of a run.
+    """
     with _errors_reported():
-        loaded = _load(config, overrides)
+        loaded = _begin(config, overrides)
         from cluster.evaluation import evaluate as run
 
         status = run(loaded)
@@ -124,18 +131,25 @@ def _errors_reported() -> Iterator[None]:
         _report("stopped")
         raise typer.Exit(128 + signal.SIGINT) from None
     except Exception as error:
-        from cluster.errors import root_cause, user_errors
+        from cluster.errors import ConfigError, is_mendable, root_cause
 
         cause = root_cause(error)
-        if not isinstance(cause, user_errors()):
+        if not is_mendable(cause):
             raise
-        for line in str(cause).splitlines():
-            _report(f"error: {line}")
+        problems = str(cause).splitlines() if isinstance(cause, ConfigError) else [str(cause)]
+        for problem in problems:
+            _report(f"error: {' '.join(problem.split())}")
         raise typer.Exit(EXIT_INPUT) from None
 
 
 def _report(text: str) -> None:
     typer.echo(f"headrace: {text}", err=True)
+
+
+def _begin(path: Path, overrides: list[str] | None) -> Config:
+    """Load the configuration of a command that works for long, saying so at once: the imports take seconds."""
+    typer.echo(f"headrace: loading {path} ...")
+    return _load(path, overrides)
 
 
 def _load(path: Path, overrides: list[str] | None) -> Config:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_TOKEN = 13
 """Size of one token of a stored trajectory: id, log-probability, version (4 bytes each) and mask (1 byte)."""
+BYTES_PER_TRAJECTORY = 1024
+"""Allowance for what else a stored trajectory holds: header, rewards, and metadata as JSON."""
 
 
 def check_combinations(config: Config) -> None:
@@ -86,7 +88,8 @@ def _check_buffer(config: Config) -> None:
         raise ValueError(
             f"buffer.port={buffer.port}: it is the port of our own Redis, but buffer.url names another; remove one"
         )
-    batch = buffer.groups_per_batch * buffer.group_size * config.sampler.context_length * BYTES_PER_TOKEN
+    trajectory = config.sampler.context_length * BYTES_PER_TOKEN + BYTES_PER_TRAJECTORY
+    batch = buffer.groups_per_batch * buffer.group_size * trajectory
     if buffer.max_bytes < batch:
         raise ValueError(
             f"buffer.max_bytes={buffer.max_bytes}: one batch of {buffer.groups_per_batch} × {buffer.group_size} "

@@ -6,9 +6,11 @@ check their own fields; ``cluster/combinations.py`` checks what only makes sense
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -21,43 +23,62 @@ def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths
 
 
-def _one(axis: int) -> int:
-    if axis != 1:
-        raise ValueError("tensor parallelism is not implemented; use 1 and spread parameters with learner.mesh.fsdp")
-    return axis
-
-
-def _folder_name(name: str) -> str:
-    if not name or name in (".", "..") or "/" in name:
-        raise ValueError("expected the name of a folder, without '/'; set run.folder to choose where it lies")
+def _run_name(name: str) -> str:
+    # The buffer's run is this name and nine more characters; an automatic name is the experiment and a number.
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name) or name in (".", ".."):
+        raise ValueError(
+            "expected 1 to 100 of the characters A-Z a-z 0-9 . _ - and neither '.' nor '..'; it names a folder and a "
+            "run in Redis, and run.folder chooses where the folder lies"
+        )
     return name
 
 
 def _redis_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("expected a URL such as redis://:password@host:6379/0, or null for a server of our own")
+    expected = "expected a URL such as redis://:password@host:6379/0, or null for a server of our own"
+    quote = "write the characters : / ? # @ of a password as %3A %2F %3F %23 %40"
+    try:
+        parts = urlsplit(url)
+        port, password = parts.port, parts.password
+    except ValueError:  # its message may show the password
+        raise ValueError(f"{expected}; {quote}") from None
+    if parts.scheme == "unix":
+        usable = bool(parts.path)
+    else:
+        usable = parts.scheme in ("redis", "rediss") and port != 0 and re.fullmatch(r"(/\d*)?", parts.path) is not None
+    if not usable or parts.fragment or "@" in parts.query:
+        raise ValueError(f"{expected}; {quote}")
+    if REDACTED in (password, *parse_qs(parts.query).get("password", ())):
+        raise ValueError("the password was left out when this was printed or stored; give the URL with its password")
     return url
 
 
-Seconds = Annotated[float, Field(gt=0)]
+def _absolute(path: Path) -> Path:
+    # Actors may run elsewhere, with another working directory.
+    return Path(os.path.expanduser(path)).absolute()
+
+
+REDACTED = "***"
+"""Stands for a password wherever a configuration is printed or stored."""
+
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a socket refuses to wait for 2^31 ms
 Cpus = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 
 
 class Section(BaseModel):
     """A part of the configuration: immutable, and closed to keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunConfig(Section):
     """The run: what it is called, where it is kept, and how it starts."""
 
-    name: Annotated[str, AfterValidator(_folder_name)] | None = None
+    name: Annotated[str, AfterValidator(_run_name)] | None = None
     """Name of the run and its folder; null numbers the runs of ``experiment`` (``quickstart-1``, ``quickstart-2``)."""
-    experiment: Annotated[str, AfterValidator(_folder_name)] = "run"
+    experiment: Annotated[str, AfterValidator(_run_name)] = "run"
     """Stem of automatic run names; unless given, that of the YAML file."""
     folder: Path = Path("runs")
     """Folder that holds the run folders."""
@@ -103,10 +124,8 @@ class EnvironmentConfig(Section):
 
 
 class SamplerConfig(Section):
-    """The sampler pool: what turns a prompt into sampled tokens."""
+    """The sampler pool: the learner's own transformer behind a continuous-batching engine."""
 
-    kind: Literal["local"] = "local"
-    """``local``: the learner's own transformer behind a continuous-batching engine."""
     replicas: Count = 1
     """Number of samplers, each a process with its own copy of the weights."""
     slots: Count = 64
@@ -146,17 +165,17 @@ class BufferConfig(Section):
     """Redis to use, ``redis://:password@host:port/db``; null starts one of our own, bound to loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of our own Redis; 0 takes a free one."""
-    max_staleness: Annotated[int, Field(ge=0)] = 2
+    max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
     """Oldest that a trajectory may be when it is trained on, in policy versions; 0 is strictly on-policy."""
-    groups_per_batch: Count
+    groups_per_batch: Annotated[int, Field(ge=1, le=4096)]
     """Groups in one training batch."""
-    group_size: Count
+    group_size: Annotated[int, Field(ge=1, le=1024)]
     """Trajectories in one group: episodes of the same task, compared with each other."""
-    max_bytes: Count = 1 << 30
+    max_bytes: Annotated[int, Field(ge=1, le=1 << 50)] = 1 << 30
     """Most bytes of trajectories outstanding in the buffer; no further work is admitted beyond."""
-    slot_seconds: Seconds = 60.0
+    slot_seconds: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0
     """How long a worker may be silent before the slots it holds are given to others, in seconds."""
-    max_attempts: Count = 3
+    max_attempts: Annotated[int, Field(ge=1, le=1_000_000)] = 3
     """Times a task is issued before it is given up."""
     timeout_seconds: Seconds = 10.0
     """Longest that one Redis call may take, in seconds."""
@@ -171,8 +190,6 @@ class MeshConfig(Section):
     """Devices that hold the same parameters and different rows."""
     fsdp: Count = 1
     """Devices that parameters and optimizer state are spread over; rows are, too."""
-    tensor: Annotated[int, AfterValidator(_one)] = 1
-    """Devices that share one matrix multiplication; only 1 is implemented."""
 
 
 class OptimizerConfig(Section):
@@ -251,7 +268,7 @@ class ArchitectureConfig(Section):
 class WarmStartConfig(Section):
     """Supervised training that gives the policy its chat format and a weak idea of the task."""
 
-    conversations: Path | None = None
+    conversations: AbsolutePath | None = None
     """JSON-lines file, each ``{"messages": [{"role": ..., "content": ...}, ...]}``; null plays demonstrations."""
     demonstrations: Count = 1024
     """Episodes that the environment's demonstrator plays, unless ``conversations`` is given."""
@@ -268,7 +285,7 @@ class WarmStartConfig(Section):
 class ModelSection(Section):
     """The policy: an existing checkpoint folder, or a new model of the given architecture."""
 
-    path: Path | None = None
+    path: AbsolutePath | None = None
     """Hugging Face checkpoint folder (config.json, safetensors, tokenizer.json, chat template) to start from."""
     architecture: ArchitectureConfig | None = None
     """Shape of the new model that is made when ``path`` is null."""
@@ -287,6 +304,8 @@ class ObjectiveConfig(Section):
     """The importance ratio is clipped below at 1 − this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The importance ratio is clipped above at 1 + this."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the policy's entropy, in nats, beside advantages of about 1; keeps small policies exploring."""
 
 
 class TelemetryConfig(Section):
@@ -344,8 +363,7 @@ class Config(Section):
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    password = urlsplit(url).password
+    if password:
+        url = url.replace(f":{password}@", f":{REDACTED}@", 1)
+    return re.sub(r"([?&]password=)[^&]*", rf"\g<1>{REDACTED}", url)

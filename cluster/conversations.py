@@ -44,21 +44,35 @@ def load_conversations(config: Config, warm_start: WarmStartConfig, chat: Chat) 
                 f"learner.row_lengths, {longest}: raise it or shorten the conversation"
             )
         found.append((tokens_S, mask_S))
-    if len(found) < warm_start.examples_per_step:
-        raise ConfigError(
-            f"model.warm_start.examples_per_step={warm_start.examples_per_step}: there are only {len(found)} "
-            "conversations; lower it or add conversations"
-        )
+    _check_count(warm_start, len(found))
     return found
 
 
-def _demonstrations(config: Config, warm_start: WarmStartConfig) -> Iterator[tuple[str, list[Message]]]:
-    """Episodes on training seeds; the order of seeds is that of ``run.seed``, so each seed learns from its own."""
+def check_demonstrator(config: Config, warm_start: WarmStartConfig) -> None:
+    """Find out whether the environment can demonstrate as many episodes as one step of the warm start takes.
+
+    Raises:
+        ConfigError: nobody demonstrates this environment, or too few episodes are asked for.
+    """
     if config.environment.id != FROZEN_LAKE:
         raise ConfigError(
             f"model.warm_start.conversations=null: {config.environment.id} has no demonstrator; "
             'give a JSON-lines file of {"messages": [...]}'
         )
+    _check_count(warm_start, warm_start.demonstrations)
+
+
+def _check_count(warm_start: WarmStartConfig, conversations: int) -> None:
+    if conversations < warm_start.examples_per_step:
+        raise ConfigError(
+            f"model.warm_start.examples_per_step={warm_start.examples_per_step}: there are only {conversations} "
+            "conversations; lower it or add conversations"
+        )
+
+
+def _demonstrations(config: Config, warm_start: WarmStartConfig) -> Iterator[tuple[str, list[Message]]]:
+    """Episodes on training seeds; the order of seeds is that of ``run.seed``, so each seed learns from its own."""
+    check_demonstrator(config, warm_start)
     rng = np.random.default_rng(config.run.seed)
     for _ in range(warm_start.demonstrations):
         seed = config.task.train_seed_start + int(rng.integers(config.task.train_tasks))
@@ -76,10 +90,9 @@ def _demonstrations(config: Config, warm_start: WarmStartConfig) -> Iterator[tup
 def _read(path: Path) -> Iterator[tuple[str, list[Message]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"model.warm_start.conversations={path}: cannot be read ({error.strerror}); check the path"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"model.warm_start.conversations={path}: cannot be read ({why}); check the path") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -88,4 +101,12 @@ def _read(path: Path) -> Iterator[tuple[str, list[Message]]]:
             messages = json.loads(line)["messages"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f'{where}: expected one JSON object {{"messages": [...]}} a line ({error})') from error
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise ConfigError(
+                f'{where}: expected "messages" to be a list of {{"role": ..., "content": ...}} with two texts each'
+            )
         yield where, messages
+
+
+def _is_message(entry: object) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("role", "content"))

@@ -21,7 +21,11 @@ _ELSEWHERE = (
     ("actors.chat", "ChatError"),
     ("actors.environments", "EnvironmentSetupError"),
     ("buffer.errors", "BufferUnavailable"),
+    ("buffer.errors", "FormatError"),
+    ("buffer.errors", "NotOpen"),
     ("buffer.errors", "PortInUse"),
+    ("buffer.errors", "ServerError"),
+    ("cluster.services", "StartError"),
     ("learner.mesh", "MeshError"),
     ("learner.models.config", "ModelError"),
 )
@@ -35,6 +39,15 @@ def user_errors() -> tuple[type[BaseException], ...]:
     """
     loaded = [getattr(sys.modules[module], name) for module, name in _ELSEWHERE if module in sys.modules]
     return (ConfigError, RunError, RayUnavailable, *loaded)
+
+
+def is_mendable(error: BaseException) -> bool:
+    """Whether a person can mend ``error`` by changing what they typed or started."""
+    if isinstance(error, user_errors()):
+        return True
+    # The plain BufferError is Redis refusing a call, as a server without Lua does; its subclasses speak for themselves.
+    buffer_errors = sys.modules.get("buffer.errors")
+    return buffer_errors is not None and type(error) is buffer_errors.BufferError
 
 
 def root_cause(error: BaseException) -> BaseException:

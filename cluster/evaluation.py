@@ -13,11 +13,10 @@ import ray
 from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.errors import ConfigError
+from cluster.inputs import check_environment, check_model_folder
 from cluster.learner_actor import broadcast
-from cluster.policy import check_model_folder
-from cluster.ray_runtime import ray_runtime
-from cluster.services import START_SECONDS, start_samplers, start_workers
-from cluster.signals import stop_on_signals
+from cluster.services import START_SECONDS, start_samplers, start_workers, wait_until_up
+from cluster.session import Stopped, session
 from learner.models.weights import read_model, to_hf
 
 EVALUATION_SECONDS = 3600.0
@@ -93,7 +92,7 @@ def summarise(episodes: Sequence[Mapping[str, Any]]) -> Evaluation:
     Raises:
         RuntimeError: there is none.
     """
-    ended = [episode for episode in episodes if episode["status"] in ("completed", "truncated", "tool_error")]
+    ended = [episode for episode in episodes if episode["trainable"]]
     failed = len(episodes) - len(ended)
     if not ended:
         error = next((episode.get("error") for episode in episodes), None)
@@ -125,23 +124,22 @@ def evaluate(config: Config) -> int:
     settings, path = config.telemetry, config.model.path
     if path is None:
         raise ConfigError("model.path=null: expected the folder of the model to evaluate, such as runs/NAME/model")
+    check_environment(config)
     check_model_folder(config)
     model, params = read_model(path)
     with ExitStack() as stack:
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))
         display.phase("starting Ray")
-        stack.enter_context(ray_runtime(dashboard=settings.dashboard, metrics_port=settings.metrics_port))
-        stop = stack.enter_context(stop_on_signals())
-        display.phase("compiling the sampler")
-        samplers = start_samplers(config, "eval", path)
-        broadcast(samplers, START_SECONDS, 0, to_hf(model, params))
-        workers = start_workers(config, "eval", "eval", path, samplers, buffer_url="")
-
-        def watch() -> None:
-            if stop.requested.is_set():
-                raise KeyboardInterrupt
-
-        outcome = evaluate_policy(config, workers, display, f"evaluating {path}", watch)
+        work = stack.enter_context(session(config))
+        try:
+            display.phase("compiling the sampler")
+            samplers = start_samplers(config, "eval", path)
+            wait_until_up(samplers, work.watch)
+            broadcast(samplers, START_SECONDS, 0, to_hf(model, params))
+            workers = start_workers(config, "eval", "eval", path, samplers, buffer_url="")
+            outcome = evaluate_policy(config, workers, display, f"evaluating {path}", work.watch)
+        except Stopped:
+            return work.stop.exit_status
         display.outcome(
             "evaluated",
             {

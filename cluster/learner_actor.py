@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from flax import nnx
+from ray.exceptions import GetTimeoutError, RayError
 
+from actors.chat import Chat
 from actors.tokenizers import write_character_tokenizer
 from buffer import Buffer
 from cluster.config import ArchitectureConfig, Config, OptimizerConfig
@@ -59,7 +61,8 @@ class LearnerActor:
         """Write a new model: tokenizer, chat template, and random weights drawn from ``run.seed``."""
         vocab_size = write_character_tokenizer(folder)
         model = ModelConfig(vocab_size=vocab_size, **architecture.model_dump())
-        write_model(model, initial_params(model, self._config.run.seed), folder)
+        params = initial_params(model, self._config.run.seed)
+        write_model(model, params, folder, eos_token_id=Chat(folder).end_token)
 
     def imitate(self, source: Path, target: Path, conversations: Sequence[Tokenised]) -> None:
         """Train the model in ``source`` on conversations and write it to ``target``; needs ``model.warm_start``."""
@@ -79,8 +82,7 @@ class LearnerActor:
             on_step=self._records.put,
         )
         if not self._stop.is_set():
-            write_model(model, params, target)
-            copy_tokenizer(source, target)
+            self._export(model, params, source, target)
 
     def start(
         self, model_folder: Path, samplers: Mapping[str, Any], *, buffer_url: str, run: str, checkpoints: Path
@@ -99,7 +101,12 @@ class LearnerActor:
         """
         settings, objective = self._config.learner, self._config.objective
         model, params = read_model(model_folder)
-        loss = partial(POLICY_LOSSES[objective.name], clip_low=objective.clip_low, clip_high=objective.clip_high)
+        loss = partial(
+            POLICY_LOSSES[objective.name],
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            entropy_bonus=objective.entropy_bonus,
+        )
         self._learner = Learner(
             self._step(model, settings.optimizer, settings.steps, loss, self._config.sampler.temperature),
             params,
@@ -111,11 +118,13 @@ class LearnerActor:
                 partial(broadcast, samplers, settings.publish_timeout_seconds),
                 attempts=PUBLISH_ATTEMPTS,
                 backoff_seconds=PUBLISH_BACKOFF_SECONDS,
-                timeout_seconds=2 * PUBLISH_ATTEMPTS * settings.publish_timeout_seconds,
+                timeout_seconds=2 * PUBLISH_ATTEMPTS * settings.publish_timeout_seconds
+                + self._config.buffer.outage_seconds,
             ),
             checkpoints=Checkpoints(checkpoints, model, keep=settings.checkpoints_kept),
             checkpoint_every_steps=settings.checkpoint_every_steps,
             batch_timeout_seconds=settings.lease_timeout_seconds,
+            outage_seconds=self._config.buffer.outage_seconds,
         )
         self._model, self._model_folder = model, model_folder
         self._learner.start()
@@ -125,12 +134,12 @@ class LearnerActor:
         """Train until ``learner.steps`` or :meth:`stop`; returns the steps made, after a checkpoint was saved."""
         learner = self._started()
         learner.run(self._config.learner.steps, self._stop, self._records.put)
+        learner.close()
         return learner.step
 
     def write_model(self, folder: Path) -> None:
-        """Write the current policy as a Hugging Face folder."""
-        write_model(self._model, self._started().params, folder)
-        copy_tokenizer(self._model_folder, folder)
+        """Write the current policy as a Hugging Face folder, which appears as a whole or not at all."""
+        self._export(self._model, self._started().params, self._model_folder, folder)
 
     def poll(self) -> list[Record]:
         """The records of the steps made since the last call."""
@@ -142,6 +151,17 @@ class LearnerActor:
     def stop(self) -> None:
         """End the training after the step in hand."""
         self._stop.set()
+
+    def _export(self, model: ModelConfig, params: nnx.State, source: Path, target: Path) -> None:
+        """Write weights to ``target``, with the tokenizer of ``source``."""
+        staged = target.with_name(target.name + ".new")
+        shutil.rmtree(staged, ignore_errors=True)
+        write_model(model, params, staged, eos_token_id=Chat(source).end_token)
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staged / name)
+        shutil.rmtree(target, ignore_errors=True)
+        staged.rename(target)
 
     @property
     def _ladder(self) -> Ladder:
@@ -187,12 +207,5 @@ def broadcast(
             raise BroadcastError(
                 f"sampler {name} did not acknowledge version {version} within {timeout_seconds:g} s"
             ) from error
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:  # the sampler refused, died, or its node did
             raise BroadcastError(f"sampler {name} did not take version {version}: {error}") from error
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what turns text into tokens from one model folder to another."""
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)

@@ -40,8 +40,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_one_line(error)}; mend the value in the file or the override") from error
     assert isinstance(raw, dict)
     if isinstance(raw.get("run", {}), dict):
-        raw["run"] = {"experiment": path.stem, **raw.get("run", {})}
+        raw["run"] = {"experiment": experiment_of(path), **raw.get("run", {})}
     return check(raw)
+
+
+def experiment_of(path: Path) -> str:
+    """The stem of a YAML file's name as a run name: what a run name cannot hold becomes ``-``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:100].strip("-.") or "run"
 
 
 def check(raw: dict[Any, Any]) -> Config:
@@ -78,6 +83,8 @@ def _read(path: Path) -> DictConfig:
         raise ConfigError(f"{where}: not valid YAML: {_one_line(problem)}; mend this line") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path}: expected sections such as 'run:' and 'learner:', found a list or a single value")
     return tree
@@ -169,7 +176,8 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _show(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
-    text = re.sub(r"://[^@/]*@", "://***@", text)  # a URL may hold a password
+    # A URL may hold a password, and one with unquoted characters, too.
+    text = re.sub(r"(password=)[^&\"]*", r"\1***", re.sub(r"://[^\"]*@", "://***@", text))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -42,6 +42,7 @@ class Monitor:
         self._metrics = RayMetrics(folder.name)
         self._snapshot: Snapshot = {"staleness_limit": staleness_limit}
         self._sampled = (time.monotonic(), 0)
+        self._told: dict[tuple[str, str], int] = {}
         self.stats: Stats | None = None
         self.sampler_compilations = 0
         self.steps = 0
@@ -55,26 +56,36 @@ class Monitor:
         """See how every service is; record new steps and set the metrics.
 
         Raises:
-            RayTaskError, RayActorError: a service failed.
-            GetTimeoutError: a service did not answer within ``ANSWER_SECONDS``.
+            RayError: a service failed, or did not answer within ``ANSWER_SECONDS``.
         """
-        services = [*self._samplers.values(), *self._workers.values()]
-        records, *statuses = ray.get(
-            [self._learner.poll.remote(), *(service.status.remote() for service in services)], timeout=ANSWER_SECONDS
-        )
-        self._take_steps(records)
-        self._take_samplers(statuses[: len(self._samplers)])
-        workers = statuses[len(self._samplers) :]
-        self._snapshot["episodes_per_second"] = sum(status["episodes_per_second"] for status in workers)
-        self._snapshot["episodes_failed"] = sum(sum(status["errors"].values()) for status in workers)
+        self.take_steps()
+        samplers, workers = self._ask(self._samplers), self._ask(self._workers)
+        self._take_samplers(samplers)
+        self._take_workers(workers)
         self._take_buffer()
         self._metrics.set(self._snapshot)
 
-    def _take_steps(self, records: list[dict[str, Any]]) -> None:
-        for record in records:
+    def take_steps(self) -> None:
+        """Record what the learner did since the last time."""
+        for record in ray.get(self._learner.poll.remote(), timeout=ANSWER_SECONDS):
             self._folder.append_metrics("step", record)
             self._snapshot.update({name: record[name] for name in Snapshot.__annotations__ if name in record})  # type: ignore[typeddict-item]
             self.steps = int(record["step"])
+
+    def _ask(self, services: Mapping[str, Any]) -> list[dict[str, Any]]:
+        statuses: list[dict[str, Any]] = ray.get(
+            [service.status.remote() for service in services.values()], timeout=ANSWER_SECONDS
+        )
+        return statuses
+
+    def _take_workers(self, statuses: list[dict[str, Any]]) -> None:
+        self._snapshot["episodes_per_second"] = sum(status["episodes_per_second"] for status in statuses)
+        self._snapshot["episodes_failed"] = sum(sum(status["errors"].values()) for status in statuses)
+        for status in statuses:
+            for kind, count in status["errors"].items():
+                if count >= self._told.get((status["name"], kind), 1):
+                    self._told[status["name"], kind] = 10 * count  # a failure that lasts is told ever more rarely
+                    self._display.note(f"{status['name']}: {count} × {kind}, last: {status['last_error']}")
 
     def _take_samplers(self, statuses: list[dict[str, Any]]) -> None:
         now, tokens = time.monotonic(), sum(status["tokens_sampled"] for status in statuses)

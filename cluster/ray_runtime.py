@@ -6,6 +6,7 @@ Ray reads most of its settings when it is imported, so they are set first and Ra
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -43,13 +44,15 @@ class RayRuntime:
 
 
 @contextmanager
-def ray_runtime(*, dashboard: bool, metrics_port: int) -> Iterator[RayRuntime]:
+def ray_runtime(*, cpus: float, dashboard: bool, metrics_port: int) -> Iterator[RayRuntime]:
     """Connect to the cluster named by ``RAY_ADDRESS`` (set inside a submitted job), or start a local Ray.
 
     A local Ray listens on loopback only, asks for a token that only this process and its children
     know, and is shut down at the end of the block, whatever ends it.
 
     Args:
+        cpus: CPUs that the run asks for; a local Ray hands out that many even where there are fewer, since its
+            CPUs are tickets and the actors of one run share the machine as well as any processes do.
         dashboard: whether a local Ray runs its dashboard.
         metrics_port: Prometheus port of a local Ray; 0 takes a free one.
 
@@ -57,7 +60,7 @@ def ray_runtime(*, dashboard: bool, metrics_port: int) -> Iterator[RayRuntime]:
         RayUnavailable: nobody answers at ``RAY_ADDRESS``.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    local = _local()
+    local = local_ray()
     set_ray_environment()
     if not local and address != "auto":
         _probe(address)
@@ -68,6 +71,7 @@ def ray_runtime(*, dashboard: bool, metrics_port: int) -> Iterator[RayRuntime]:
         if local:
             ray.init(
                 address="local",
+                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
                 include_dashboard=dashboard,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
@@ -110,7 +114,7 @@ def set_ray_environment() -> None:
 
     A Ray that we start belongs to this process alone; one at ``RAY_ADDRESS`` brings its own settings.
     """
-    if not _local():
+    if not local_ray():
         return
     settings = {
         "RAY_AUTH_MODE": "token",
@@ -124,7 +128,8 @@ def set_ray_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _local() -> bool:
+def local_ray() -> bool:
+    """Whether a run starts a Ray of its own, rather than joining the one at ``RAY_ADDRESS``."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 

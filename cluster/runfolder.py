@@ -12,22 +12,23 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import yaml
 
-from cluster.config import Config
+from cluster.config import REDACTED, Config
 from cluster.errors import RunError
 from cluster.loading import to_yaml
 
 type Kind = Literal["step", "evaluation", "warm_start"]
 
 _RUN_ID = "run_id"
-_BEFORE_ANY_RESULT = {".lock", "config.yaml", "redis", _RUN_ID}
+_BEFORE_ANY_RESULT = {".lock", "config.yaml", "redis", "new_model", _RUN_ID}
 
 
 class RunFolder:
@@ -54,14 +55,15 @@ class RunFolder:
         """Create the folder of a new run, or take up an existing one when ``run.resume`` is set.
 
         Raises:
-            RunError: the name is taken, the run to resume is missing or of another model, or another process holds it.
+            RunError: the name is taken, the run to resume is missing or was of another model or other data, or
+                another process holds it.
         """
         parent, notice = runs_folder(config.run.folder)
         if config.run.resume:
             root = parent / (config.run.name or _newest(parent, config.run.experiment))
             if not (root / "config.yaml").is_file():
                 raise RunError(f"run.resume=true: {root} holds no run to go on with; check run.name and run.folder")
-            _refuse_another_model(root, config)
+            _refuse_another_run(root, config)
         else:
             root = _create(parent, config)
         folder = cls(root, resumed=config.run.resume, notice=notice)
@@ -128,10 +130,18 @@ class RunFolder:
         _replace(self.summary_path, json.dumps(summary, indent=2) + "\n")
 
     def write_config(self, config: Config) -> None:
-        """Write ``config.yaml``, without passwords."""
+        """Write ``config.yaml``, without passwords; it names this folder, so it serves to go on from anywhere."""
         data = config.redacted()
-        data["run"]["name"] = self.name
+        data["run"] |= {"name": self.name, "folder": str(self.root.parent), "resume": False}
         _replace(self.config_path, to_yaml(data))
+
+    def resume_command(self) -> str:
+        """The command that goes on with this run, to be pasted into a shell; a password is left to be filled in."""
+        words = ["headrace", "train", str(self.config_path), "run.resume=true"]
+        url = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))["buffer"]["url"]
+        if url is not None and REDACTED in url:
+            words.append(f"buffer.url={url.replace(REDACTED, 'PASSWORD')}")
+        return shlex.join(words)
 
     def _take_run_id(self) -> str:
         path = self.root / _RUN_ID
@@ -139,9 +149,14 @@ class RunFolder:
             _replace(path, f"{self.name}-{secrets.token_hex(4)}\n")
         return path.read_text(encoding="utf-8").strip()
 
+    @property
+    def worthless(self) -> bool:
+        """Whether there is nothing to go on from, so that :meth:`close` removes the folder."""
+        return not self.resumed and {path.name for path in self.root.iterdir()} <= _BEFORE_ANY_RESULT
+
     def close(self) -> None:
         """Let another process have the run; one that never got anywhere leaves no folder, so that its name is free."""
-        if not self.resumed and {path.name for path in self.root.iterdir()} <= _BEFORE_ANY_RESULT:
+        if self.worthless:
             shutil.rmtree(self.root)
         os.close(self._lock)
 
@@ -212,18 +227,48 @@ def _newest(parent: Path, experiment: str) -> str:
     return f"{experiment}-{max(numbers)}"
 
 
-def _refuse_another_model(root: Path, config: Config) -> None:
-    stored = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["model"]
-    asked = config.redacted()["model"]
-    for key in ("path", "architecture"):
-        if stored[key] == asked[key]:
-            continue
-        if isinstance(stored[key], dict) and isinstance(asked[key], dict):
-            field = next(name for name in asked[key] if stored[key].get(name) != asked[key][name])
-            name, was, now = f"model.{key}.{field}", stored[key].get(field), asked[key][field]
-        else:
-            name, was, now = f"model.{key}", stored[key], asked[key]
-        raise RunError(f"{name}={now}: the run in {root} was started with {was}; use that, or start a new run")
+_FIXED = (
+    ("model", "path"),
+    ("model", "architecture"),
+    ("environment",),
+    ("agent",),
+    ("sampler", "temperature"),
+    ("buffer", "group_size"),
+)
+"""What a run keeps for life: its weights, and what its trajectories in the buffer were made with."""
+_FREE = {"environment.step_timeout_seconds"}
+
+
+def _refuse_another_run(root: Path, config: Config) -> None:
+    stored, asked = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8")), config.redacted()
+    for path in _FIXED:
+        was: Any = stored
+        now: Any = asked
+        for part in path:
+            was, now = was[part], now[part]
+        for name, old, new in _differences(".".join(path), was, now):
+            if name not in _FREE and _in_upload(old) != _in_upload(new):
+                raise RunError(f"{name}={new}: the run in {root} was started with {old}; use that, or start a new run")
+    context, rows = stored["sampler"]["context_length"], asked["learner"]["row_lengths"]
+    if rows[-1] < context:
+        raise RunError(
+            f"learner.row_lengths={rows}: the run in {root} was started with sampler.context_length={context}, and "
+            f"its buffer may hold trajectories of that length; add a row length ≥ {context}"
+        )
+
+
+def _differences(name: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted names below ``name`` whose values differ, with both values."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*now, *was)):
+            yield from _differences(f"{name}.{key}", was.get(key), now.get(key))
+    elif was != now:
+        yield name, was, now
+
+
+def _in_upload(value: Any) -> Any:
+    """A path in Ray's copy of a working directory, relative to it: the next job has a copy elsewhere."""
+    return re.sub(r"^/.*/working_dir_files/[^/]+/", "", value) if isinstance(value, str) else value
 
 
 def _lock(root: Path) -> int:

@@ -36,6 +36,12 @@ class StartError(RuntimeError):
     """A service did not come up in time; the message names it."""
 
 
+def cpus_of(config: Config) -> float:
+    """CPUs that all actors of a training run ask for together."""
+    sampler, actors = config.sampler, config.actors
+    return config.learner.cpus + sampler.replicas * sampler.cpus + actors.workers * actors.cpus
+
+
 @contextmanager
 def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buffer]]:
     """URL and client of the run's open buffer, on ``buffer.url`` or on a Redis of our own for the length of the block.
@@ -73,11 +79,14 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
         yield service
 
 
-def start_learner(config: Config, run: str, *, role: str = "learner", cpus: float | None = None) -> Any:
-    """A handle of a new :class:`LearnerActor`; ``cpus`` replaces ``learner.cpus``."""
-    cpus = config.learner.cpus if cpus is None else cpus
+def start_learner(config: Config, run: str, *, role: str = "learner", threads: int | None = None) -> Any:
+    """A handle of a new :class:`LearnerActor`, on ``threads`` threads if given."""
+    cpus = config.learner.cpus
     actor = ray.remote(LearnerActor).options(
-        name=f"{run}/{role}", num_cpus=cpus, max_concurrency=CONCURRENT_CALLS, runtime_env=_environment(cpus)
+        name=f"{run}/{role}",
+        num_cpus=cpus,
+        max_concurrency=CONCURRENT_CALLS,
+        runtime_env=_environment(cpus if threads is None else threads),
     )
     return actor.remote(config)
 

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from cluster.config import Config
 from cluster.display import open_display
 from cluster.errors import ConfigError
-from cluster.policy import check_model_folder, prepare_policy
-from cluster.ray_runtime import ray_runtime
+from cluster.inputs import check_inputs
+from cluster.policy import prepare_policy
 from cluster.runfolder import RunFolder
-from cluster.signals import stop_on_signals
+from cluster.session import Stopped, session
 
 
 def sft(config: Config) -> int:
@@ -22,20 +22,18 @@ def sft(config: Config) -> int:
     settings = config.telemetry
     if config.model.warm_start is None:
         raise ConfigError("model.warm_start=null: expected a section that says what to imitate, and for how many steps")
-    check_model_folder(config)
+    check_inputs(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(config))
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))
         display.note(f"run {folder.name}, kept in {folder.root}")
         display.phase("starting Ray")
-        stack.enter_context(ray_runtime(dashboard=settings.dashboard, metrics_port=settings.metrics_port))
-        stop = stack.enter_context(stop_on_signals())
-
-        def watch() -> None:
-            if stop.requested.is_set():
-                raise KeyboardInterrupt
-
-        model = prepare_policy(config, folder, display, watch)
+        work = stack.enter_context(session(config))
+        try:
+            model = prepare_policy(config, folder, display, work.watch)
+        except Stopped:
+            display.note("stopped; the warm start begins anew next time")
+            return work.stop.exit_status
         losses = [record["loss"] for record in folder.read_metrics() if record["kind"] == "warm_start"]
         display.outcome("trained", {"model": str(model), "last loss": f"{losses[-1]:.3f}" if losses else "not known"})
     return 0

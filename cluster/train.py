@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from buffer import Buffer
 from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.evaluation import EvaluationRun, evaluate_policy
+from cluster.inputs import check_inputs
 from cluster.monitor import Monitor
 from cluster.plots import plot_learning_curve
-from cluster.policy import check_model_folder, prepare_policy
-from cluster.ray_runtime import ray_runtime
+from cluster.policy import prepare_policy
 from cluster.runfolder import RunFolder
 from cluster.services import (
     START_SECONDS,
@@ -31,26 +32,32 @@ from cluster.services import (
     wait_for,
     wait_until_up,
 )
-from cluster.signals import StopRequest, stop_on_signals
+from cluster.session import Session, Stopped, session
 from cluster.summary import outcome_rows, summarise_run
 
-POLL_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 """From one look at the services to the next."""
+STOP_LOOK_SECONDS = 0.1
+"""The same while the run is stopping: a supervisor may grant seconds only."""
 DRAIN_SECONDS = 1.0
 """What running episodes get to finish in once the learner needs no more of them."""
 STOP_SECONDS = 120.0
 """Longest that the learner may take to finish its step and save, and a worker to give back its slots."""
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and there is nothing to finish."""
+class RunFailed(RuntimeError):
+    """A service of the run failed; what the learner had was saved as far as possible, and the run can be resumed."""
 
 
 def train(config: Config) -> int:
-    """Run the whole job; returns the exit status: 0, or 130 or 143 when asked to stop."""
+    """Run the whole job; returns the exit status: 0, or 130 or 143 when asked to stop.
+
+    Raises:
+        RunFailed: a service failed after the training had begun.
+    """
     started = time.monotonic()
     settings = config.telemetry
-    check_model_folder(config)
+    check_inputs(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(config))
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))
@@ -59,29 +66,30 @@ def train(config: Config) -> int:
             display.note(folder.notice)
         display.phase("starting Redis and Ray")
         url, buffer = stack.enter_context(buffer_service(config, folder))
-        stack.enter_context(ray_runtime(dashboard=settings.dashboard, metrics_port=settings.metrics_port))
-        stop = stack.enter_context(stop_on_signals())
-        run = TrainingRun(config, folder, display, stop)
+        work = stack.enter_context(session(config))
+        run = TrainingRun(config, folder, display, work)
         finished = False
         try:
             run.start(buffer, url)
-            finished = run.train()
-            if finished:
+            if run.train():
                 run.conclude()
+                finished = True
         except Stopped:
             pass
-        run.report(finished, seconds=time.monotonic() - started)
-        return stop.exit_status
+        finally:
+            run.report(finished, seconds=time.monotonic() - started)
+        return work.stop.exit_status
 
 
 class TrainingRun:
     """One training run: its services, in the order in which they start, work and stop."""
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, stop: StopRequest) -> None:
-        self._config, self._folder, self._display, self._stop = config, folder, display, stop
+    def __init__(self, config: Config, folder: RunFolder, display: Display, work: Session) -> None:
+        self._config, self._folder, self._display, self._work = config, folder, display, work
         self._monitor: Monitor | None = None
         self._evaluation: EvaluationRun | None = None
         self._evaluated_step = 0
+        self._steps = 0
 
     def start(self, buffer: Buffer, buffer_url: str) -> None:
         """Make the policy, start every service, and evaluate what training starts from.
@@ -89,15 +97,15 @@ class TrainingRun:
         Raises:
             Stopped: asked to stop.
         """
-        config, folder = self._config, self._folder
-        model_folder = prepare_policy(config, folder, self._display, self._watch)
+        config, folder, watch = self._config, self._folder, self._work.watch
+        model_folder = prepare_policy(config, folder, self._display, watch)
         self._display.phase("compiling sampler and learner")
         self._learner = start_learner(config, folder.name)
         self._samplers = start_samplers(config, folder.name, model_folder)
-        wait_until_up(self._samplers, self._watch)
+        wait_until_up(self._samplers, watch)
         self._workers = start_workers(config, folder.name, folder.run_id, model_folder, self._samplers, buffer_url)
-        wait_until_up(self._workers, self._watch)
-        step = self._start_learner(model_folder, buffer_url)
+        wait_until_up(self._workers, watch)
+        self._steps = self._start_learner(model_folder, buffer_url)
         self._monitor = Monitor(
             folder,
             self._display,
@@ -107,39 +115,31 @@ class TrainingRun:
             workers=self._workers,
             staleness_limit=config.buffer.max_staleness,
         )
-        if step:
-            self._display.note(f"going on from the checkpoint of step {step}")
+        if self._steps:
+            self._display.note(f"going on from the checkpoint of step {self._steps}")
         elif not any(record["kind"] == "evaluation" for record in folder.read_metrics()):
-            self._evaluate("evaluating the policy that training starts from", step=0)
+            self._evaluate("evaluating the policy that training starts from")
 
     def train(self) -> bool:
         """Let workers play and the learner train; returns whether all steps were made.
 
-        Whatever ends it, the learner has saved and the workers have given back their slots.
+        Whatever ends it, the learner has saved what it could and the workers have given back their slots.
 
         Raises:
-            RayTaskError, RayActorError: a service failed.
+            RunFailed: a service failed.
         """
         self._display.phase("training", self._config.learner.steps)
         playing = [worker.run.remote() for worker in self._workers.values()]
         training = self._learner.train.remote()
-        monitor = self._started()
-        stop_deadline: float | None = None
-        while not ray.wait([training], timeout=POLL_SECONDS)[0]:
-            if self._stop.requested.is_set() and stop_deadline is None:
-                stop_deadline = time.monotonic() + STOP_SECONDS
-                self._display.note("stopping: finishing the step in hand and saving")
-                self._learner.stop.remote()
-            if stop_deadline is None:
-                ray.get(ray.wait(playing, timeout=0)[0])  # a worker ends before it is drained only by failing
-            elif time.monotonic() > stop_deadline:
-                raise TimeoutError(f"the learner did not finish its step and save within {STOP_SECONDS:.0f} s")
-            monitor.look()
-            self._evaluate_beside_training(monitor.steps)
-        steps = ray.get(training)
-        self._drain(playing)
-        monitor.look()
-        return bool(steps >= self._config.learner.steps)
+        try:
+            self._watch_training(training, playing)
+            self._steps = ray.get(training)
+            self._drain(playing)
+            self._services().collect()
+        except (RayError, TimeoutError) as error:
+            self._rescue(training)
+            raise RunFailed(f"a service failed: {error}; its log is in {self._work.logs}") from error
+        return self._steps >= self._config.learner.steps
 
     def conclude(self) -> None:
         """Write the trained policy as a Hugging Face folder and evaluate it.
@@ -148,18 +148,18 @@ class TrainingRun:
             Stopped: asked to stop.
         """
         writing = self._learner.write_model.remote(self._folder.model)
-        wait_for([writing], self._watch, seconds=START_SECONDS, whom="the learner")
-        while self._evaluation is not None and not self._take_evaluation(POLL_SECONDS):
-            self._watch()
-        self._evaluate("evaluating the trained policy", step=self._config.learner.steps)
-        self._started().collect()
+        wait_for([writing], self._work.watch, seconds=START_SECONDS, whom="the learner")
+        while self._evaluation is not None and not self._take_evaluation(LOOK_SECONDS):
+            self._work.watch()
+        self._evaluate("evaluating the trained policy")
+        self._services().collect()
 
     def report(self, finished: bool, *, seconds: float) -> None:
         """Write summary and learning curve, and say what came out."""
         folder, config = self._folder, self._config
-        again = f"headrace train CONFIG run.name={folder.name} run.resume=true"
         if self._monitor is None or self._monitor.stats is None:
-            self._display.note(f"stopped before training; go on with: {again}")
+            again = "" if folder.worthless else f"; go on with: {folder.resume_command()}"
+            self._display.note(f"stopped before training{again}")
             return
         records = folder.read_metrics()
         summary = summarise_run(
@@ -177,7 +177,7 @@ class TrainingRun:
         if finished:
             self._display.outcome("trained", rows)
         else:
-            self._display.outcome("stopped and saved", rows | {"go on with": again})
+            self._display.outcome("not finished", rows | {"go on with": folder.resume_command()})
 
     def _start_learner(self, model_folder: Path, buffer_url: str) -> int:
         starting = self._learner.start.remote(
@@ -187,17 +187,54 @@ class TrainingRun:
             run=self._folder.run_id,
             checkpoints=self._folder.checkpoints,
         )
-        [step] = wait_for([starting], self._watch, seconds=START_SECONDS, whom="the learner")
+        [step] = wait_for([starting], self._work.watch, seconds=START_SECONDS, whom="the learner")
         return int(step)
 
-    def _drain(self, playing: list[Any]) -> None:
-        """End the workers; a worker that cannot reach the buffer any more has nothing left to give back."""
-        draining = [worker.drain.remote(DRAIN_SECONDS) for worker in self._workers.values()]
-        ray.wait([*draining, *playing], num_returns=len(draining) + len(playing), timeout=STOP_SECONDS)
+    def _watch_training(self, training: Any, playing: list[Any]) -> None:
+        """Return when the learner has ended; ask it to end when somebody asks us.
 
-    def _evaluate(self, title: str, *, step: int) -> None:
-        outcome = evaluate_policy(self._config, self._workers, self._display, title, self._watch)
-        self._folder.append_metrics("evaluation", {"step": step, **outcome})
+        Raises:
+            RayError: a service failed.
+            TimeoutError: the learner does not stop.
+        """
+        monitor, stop = self._services(), self._work.stop
+        stop_deadline: float | None = None
+        while not ray.wait([training], timeout=STOP_LOOK_SECONDS if stop_deadline else 0)[0]:
+            if stop_deadline is None:
+                ray.get(ray.wait(playing, timeout=0)[0])  # a worker ends before it is drained only by failing
+                monitor.look()
+                self._evaluate_beside_training(monitor.steps)
+                stop.requested.wait(LOOK_SECONDS)
+            if stop.requested.is_set() and stop_deadline is None:
+                stop_deadline = time.monotonic() + STOP_SECONDS
+                self._learner.stop.remote()
+                self._display.note("stopping: finishing the step in hand and saving")
+            if stop_deadline is not None and time.monotonic() > stop_deadline:
+                raise TimeoutError(f"the learner did not finish its step and save within {STOP_SECONDS:.0f} s")
+
+    def _rescue(self, training: Any) -> None:
+        """After a failure let the learner, if it lives, finish its step and save."""
+        self._learner.stop.remote()
+        ray.wait([training], timeout=STOP_SECONDS)
+        try:
+            self._services().take_steps()
+        except RayError as error:
+            self._display.note(f"the learner does not answer any more: {error}")
+
+    def _drain(self, playing: list[Any]) -> None:
+        """End the workers; one that fails at it has nothing to give back but slots that expire by themselves."""
+        ending = [worker.drain.remote(DRAIN_SECONDS) for worker in self._workers.values()] + playing
+        ended, late = ray.wait(ending, num_returns=len(ending), timeout=STOP_SECONDS)
+        try:
+            ray.get(ended)
+        except RayError as error:
+            self._display.note(f"a worker failed while it ended: {error}")
+        if late:
+            self._display.note(f"{len(late)} calls to end workers were not answered within {STOP_SECONDS:.0f} s")
+
+    def _evaluate(self, title: str) -> None:
+        outcome = evaluate_policy(self._config, self._workers, self._display, title, self._work.watch)
+        self._folder.append_metrics("evaluation", {"step": self._steps, **outcome})
 
     def _evaluate_beside_training(self, step: int) -> None:
         """Start an evaluation every so many steps, one at a time, and take its result when it is there."""
@@ -215,11 +252,7 @@ class TrainingRun:
         self._evaluation = None
         return True
 
-    def _watch(self) -> None:
-        if self._stop.requested.is_set():
-            raise Stopped
-
-    def _started(self) -> Monitor:
+    def _services(self) -> Monitor:
         if self._monitor is None:
             raise RuntimeError("the services are not started; call start first")
         return self._monitor

@@ -7,6 +7,7 @@ the version in one script. Meanwhile the next batch is fetched, and may be train
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -18,11 +19,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from buffer import Buffer
+from buffer import Buffer, BufferUnavailable, WaitTimeout
 from learner.checkpoints import Checkpoints
 from learner.models.compilations import CompilationCounter
 from learner.packing import Ladder
-from learner.publisher import Publisher
+from learner.patience import patiently
+from learner.publisher import PublicationError, Publisher
 from learner.step import TrainStep
 from learner.stream import Advantage, Batch, Stream
 
@@ -51,6 +53,7 @@ class Learner:
         checkpoints: Checkpoints,
         checkpoint_every_steps: int,
         batch_timeout_seconds: float,
+        outage_seconds: float,
     ) -> None:
         """Make a learner; nothing is started.
 
@@ -64,11 +67,13 @@ class Learner:
             checkpoints: of this run; the newest one is taken up.
             checkpoint_every_steps: steps between checkpoints.
             batch_timeout_seconds: longest wait for one batch.
+            outage_seconds: how long the buffer may be away before the training ends.
         """
         self._train, self._params = step, params
         self._ladder, self._advantage, self._buffer = ladder, advantage, buffer
         self._publisher, self._checkpoints = publisher, checkpoints
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
+        self._outage = outage_seconds
         self._compilations = CompilationCounter()
         self._compiled = 0
         self._epoch = self._step = self._version = 0
@@ -131,7 +136,8 @@ class Learner:
 
         Raises:
             WaitTimeout: the actors delivered no batch in time.
-            PublicationError: a sampler did not take the weights.
+            PublicationError: a sampler or the buffer did not take the weights.
+            BufferUnavailable: the buffer was away for longer than allowed.
             Fenced: another learner has taken over the run.
             DivergedError: loss or gradient is not finite.
         """
@@ -142,6 +148,7 @@ class Learner:
             advantage=self._advantage,
             put=self._train.put,
             timeout_seconds=self._batch_timeout,
+            outage_seconds=self._outage,
             stop=stop,
         )
         try:
@@ -158,11 +165,15 @@ class Learner:
                 on_step(self._make_step(batch, idle))
                 if self._step % self._checkpoint_every == 0:
                     self._save()
-            self._publisher.flush()
+        except (WaitTimeout, BufferUnavailable):
+            with contextlib.suppress(PublicationError, BufferUnavailable):  # the first error is the one to tell
+                self._save()
+            raise
+        else:
             self._save()
-            self._checkpoints.wait()
         finally:
             stream.close()
+            self._checkpoints.wait()
 
     def close(self) -> None:
         """End the threads."""
@@ -199,7 +210,10 @@ class Learner:
         }
 
     def _publish(self, acknowledge: Callable[[], None]) -> None:
-        self._publisher.publish(self._version, self._train.snapshot(self._state.params), acknowledge)
+        snapshot = self._train.snapshot(self._state.params)
+        self._publisher.publish(self._version, snapshot, partial(patiently, acknowledge, self._outage))
 
     def _save(self) -> None:
+        """Begin to write a checkpoint, of acknowledged batches only: others come again when the run is resumed."""
+        self._publisher.flush()
         self._checkpoints.save(self._step, self._state, version=self._version)

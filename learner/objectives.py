@@ -98,12 +98,14 @@ _EQUAL = 1e-6
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 
-def ppo_clip(scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: float, clip_high: float) -> Terms:
-    """Clipped surrogate against the behaviour policy, mean over trained tokens.
+def ppo_clip(
+    scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: float, clip_high: float, entropy_bonus: float
+) -> Terms:
+    """Clipped surrogate against the behaviour policy with an entropy bonus, mean over trained tokens.
 
-    ``−min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A)`` with ρ = π(token) / μ(token) (PPO: Schulman et al. 2017, eq. 7;
-    asymmetric ε and token mean: DAPO, Yu et al. 2025, eq. 8). μ is the policy that sampled the
-    token, whatever its version, so the ratio corrects for staleness and not only for the step's own drift.
+    ``−min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A) − β·H(π)`` with ρ = π(token) / μ(token) (PPO: Schulman et al. 2017,
+    eq. 7; asymmetric ε and token mean: DAPO, Yu et al. 2025, eq. 8). μ is the policy that sampled the token, whatever
+    its version, so the ratio corrects for staleness and not only for the step's own drift.
 
     Args:
         scores: of the targets under the policy being trained; arrays are [R, T].
@@ -112,6 +114,7 @@ def ppo_clip(scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: f
             sampler and learner agree.
         clip_low: ε_low, in (0, 1).
         clip_high: ε_high, above 0.
+        entropy_bonus: β, at least 0; keeps the policy exploring (A3C: Mnih et al. 2016, section 4).
     """
     log_ratio_RT = jnp.where(rows.mask, scores.logprob - rows.logprobs, 0.0)
     ratio_RT = jnp.exp(jnp.clip(log_ratio_RT, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
@@ -121,7 +124,7 @@ def ppo_clip(scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: f
     same_version_RT = rows.mask & (rows.versions == version)
     cut_RT = jax.lax.stop_gradient(clipped_RT) * rows.advantages < fixed_RT * rows.advantages
     return Terms(
-        loss=_total(-gain_RT, rows.mask),
+        loss=_total(-gain_RT - entropy_bonus * scores.entropy, rows.mask),
         tokens=_total(jnp.ones_like(ratio_RT), rows.mask),
         means={
             "ratio_mean": _total(fixed_RT, rows.mask),
@@ -129,7 +132,7 @@ def ppo_clip(scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: f
             # k3 = ρ − 1 − log ρ estimates KL(μ‖π) without bias and is never negative
             # (Schulman 2020, "Approximating KL divergence").
             "kl_k3": _total(fixed_RT - 1.0 - fixed_log_RT, rows.mask),
-            "entropy": _total(scores.entropy, rows.mask),
+            "entropy": jax.lax.stop_gradient(_total(scores.entropy, rows.mask)),
         },
         counts={"logprob_difference_tokens": _total(jnp.ones_like(ratio_RT), same_version_RT)},
         maxima={

@@ -74,6 +74,7 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._outstanding: deque[tuple[int, Future[None]]] = deque()
         self._closing = threading.Event()
+        self._failed: Exception | None = None
         self.seconds = 0.0
         """How long the last finished publication took."""
 
@@ -96,8 +97,10 @@ class Publisher:
         """Wait until everything queued is published.
 
         Raises:
-            PublicationError: a version failed, or takes too long.
+            PublicationError: a version failed, now or earlier, or takes too long.
         """
+        if self._failed is not None:
+            raise PublicationError(f"an earlier version was not published: {self._failed}") from self._failed
         while self._outstanding:
             self._finish_oldest()
 
@@ -111,12 +114,16 @@ class Publisher:
         try:
             future.result(self._timeout)
         except FutureTimeoutError as error:
+            self._failed = error
             if future.done():
                 raise
             raise PublicationError(
                 f"version {version} is not published after {self._timeout:g} s; the learner waits for the samplers: "
                 "are they alive?"
             ) from error
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _run(self, version: int, params: nnx.State, acknowledge: Callable[[], None]) -> None:
         start = time.monotonic()

@@ -194,7 +194,12 @@ class TrainStep:
                 "learning_rate": jnp.asarray(self._optimizer.schedule(state.step)),
                 "trained_tokens": terms.tokens,
             }
-            return TrainState(optax.apply_updates(state.params, change), moments, state.step + 1), metrics
+            params = optax.apply_updates(state.params, change)
+            # A batch without a trained token says nothing: momentum and weight decay alone must not move the policy.
+            params, moments = jax.tree.map(
+                partial(jnp.where, terms.tokens > 0), (params, moments), (state.params, state.moments)
+            )
+            return TrainState(params, moments, state.step + 1), metrics
 
         out = (shardings(self._mesh, self.abstract_state), self._whole)
         return jax.jit(update, out_shardings=out, donate_argnums=0)

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from buffer import Buffer, Lease, WaitTimeout
 from learner.packing import Example, Ladder, Rows, pack, padding_fraction
+from learner.patience import patiently
 
 _LOOK_SECONDS = 0.5
 """How often a wait for trajectories looks whether it should stop."""
@@ -55,6 +57,7 @@ class Stream:
         advantage: Advantage,
         put: Callable[[Rows], Rows],
         timeout_seconds: float,
+        outage_seconds: float,
         stop: threading.Event,
     ) -> None:
         """Make a stream; nothing is fetched before it is requested.
@@ -66,11 +69,13 @@ class Stream:
             advantage: from a group's rewards to its advantages.
             put: places a micro-batch on the devices.
             timeout_seconds: longest wait for one batch.
+            outage_seconds: how long the buffer may be away.
             stop: ends every wait when set.
         """
         self._buffer, self._epoch = buffer, epoch
         self._ladder, self._advantage, self._put = ladder, advantage, put
-        self._timeout, self._stop, self._closing = timeout_seconds, stop, threading.Event()
+        self._timeout, self._outage = timeout_seconds, outage_seconds
+        self._stop, self._closing = stop, threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._next: Future[Batch | None] | None = None
 
@@ -106,7 +111,7 @@ class Stream:
         deadline = time.monotonic() + self._timeout
         while not (self._stop.is_set() or self._closing.is_set()):
             try:
-                lease = self._buffer.lease(self._epoch, version, _LOOK_SECONDS)
+                lease = patiently(partial(self._buffer.lease, self._epoch, version, _LOOK_SECONDS), self._outage)
             except WaitTimeout:
                 if time.monotonic() > deadline:
                     raise

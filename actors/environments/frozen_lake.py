@@ -9,10 +9,14 @@ An observation is the grid, one row a line: ``A`` agent, ``.`` ice, ``H`` hole, 
 
 An action is one letter of ``LDRU`` (left, down, right, up). Anything else leaves the agent
 where it is and costs a turn; the next observation then starts with a line ``invalid``.
+
+There are few small maps, so different seeds often give the same one. Maps, not seeds, are
+therefore split into those for training and those held out for evaluation: see ``split``.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,21 +33,36 @@ MOVES = "LDRU"
 """Letters in the order of FrozenLake's action numbers."""
 INVALID = "invalid\n"
 """Starts the observation behind an action that is no move."""
+SPLITS = ("all", "train", "evaluation")
+"""Sets of maps to draw from; the last two share no map and together are the first."""
+EVALUATION_SHARE = 5
+"""One of this many maps is an evaluation map."""
+_MOST_DRAWS = 1000
 
 
 class FrozenLakeText(gymnasium.Env[str, str]):
     """Gymnasium's ``FrozenLake-v1``, not slippery, on a fresh map per seed, read and played as text."""
 
-    def __init__(self, size: int = 4, p: float = 0.8) -> None:
+    def __init__(self, size: int = 4, p: float = 0.8, split: str = "all") -> None:
         """Play on ``size`` x ``size`` maps whose cells are ice with probability ``p``.
 
+        Args:
+            size: rows and columns.
+            p: probability of ice.
+            split: maps to draw from, one of ``SPLITS``. The text of a map decides to which it belongs, so no map of
+                ``train`` is one of ``evaluation``, whatever the seeds.
+
         Raises:
-            ValueError: no map has this shape.
+            ValueError: no map has this shape, or none of this shape is in the split.
         """
         if size < 2 or not 0 < p <= 1:
             raise ValueError(f"FrozenLakeText got size={size}, p={p}; expected size of at least 2 and 0 < p <= 1")
+        if split not in SPLITS:
+            raise ValueError(f"FrozenLakeText got split={split!r}; expected one of {', '.join(SPLITS)}")
         self._size = size
         self._p = p
+        self._split = split
+        self._draw(seed=0)  # fails here rather than in every episode if the split has no map
         longest = len(INVALID) + size * (size + 1) - 1
         self.observation_space = Text(longest, charset=".AGH" + INVALID)
         self.action_space = Text(1, charset=MOVES)
@@ -52,7 +71,7 @@ class FrozenLakeText(gymnasium.Env[str, str]):
         """Start on the map of ``seed``; without one, on the next map of the environment's own generator."""
         super().reset(seed=seed, options=options)
         map_seed = int(self.np_random.integers(2**31)) if seed is None else seed
-        board = generate_random_map(self._size, self._p, map_seed)
+        board = self._draw(map_seed)
         # A map is part of FrozenLakeEnv's transition table, so a new map is a new (cheap) FrozenLakeEnv.
         self._lake = FrozenLakeEnv(desc=board, is_slippery=False)
         self._cells = "".join(board).replace("S", ".").replace("F", ".")
@@ -74,6 +93,22 @@ class FrozenLakeText(gymnasium.Env[str, str]):
         goal_row, goal_column = divmod(self._cells.index("G"), self._size)
         near = {"L": goal_column < column, "D": goal_row > row, "R": goal_column > column, "U": goal_row < row}
         return "".join(move for move in MOVES if near[move])
+
+    def _draw(self, seed: int) -> list[str]:
+        """The map of ``seed``: for a split the first in it among the maps of seeds that ``seed`` gives."""
+        if self._split == "all":
+            return generate_random_map(self._size, self._p, seed)
+        seeds = np.random.default_rng(seed)
+        for _ in range(_MOST_DRAWS):
+            board = generate_random_map(self._size, self._p, int(seeds.integers(2**31)))
+            # A checksum, because Python's own hash of a text differs between processes.
+            held_out = zlib.crc32("\n".join(board).encode()) % EVALUATION_SHARE == 0
+            if held_out == (self._split == "evaluation"):
+                return board
+        raise ValueError(
+            f"FrozenLakeText found no {self._split} map of size={self._size}, p={self._p} in {_MOST_DRAWS} draws; "
+            "expected more different maps: raise size, or lower p"
+        )
 
     def _grid(self) -> str:
         cells = list(self._cells)

@@ -78,8 +78,23 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig(**{name: raw[name] for name in known if name in raw})
 
 
-def write_config(config: ModelConfig, folder: Path, *, eos_token_id: int | None = None) -> None:
-    """Write ``config.json`` in the layout that Hugging Face and SGLang read."""
+def write_config(config: ModelConfig, folder: Path, *, eos_token_id: int | None) -> None:
+    """Write ``config.json`` in the layout that Hugging Face and SGLang read.
+
+    Args:
+        config: the decoder's shape.
+        folder: where to; made if missing.
+        eos_token_id: the token at which other engines stop unasked, the end of an assistant message for a chat
+            model; None where the model has no tokenizer. It is the tokenizer's to know, so no ``ModelConfig`` holds it.
+
+    Raises:
+        ModelError: the token is outside the vocabulary.
+    """
+    if eos_token_id is not None and not 0 <= eos_token_id < config.vocab_size:
+        raise ModelError(
+            f"eos_token_id is {eos_token_id}; expected an id below vocab_size={config.vocab_size}: "
+            "is the tokenizer that of another model?"
+        )
     raw = {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,

@@ -18,7 +18,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         logprob: float32[M], log-probability of the token.
-        entropy: float32[M], entropy in nats of the distribution it came from; carries no gradient.
+        entropy: float32[M], entropy in nats of the distribution it came from.
         greedy: bool[M], whether it is the most probable token.
     """
 
@@ -64,9 +64,9 @@ def token_scores(
 def _scores(logits_BV: jax.Array, targets_B: jax.Array) -> TokenScores:
     normaliser_B = jax.nn.logsumexp(logits_BV, axis=-1)
     chosen_B = jnp.take_along_axis(logits_BV, targets_B[:, None], axis=-1)[:, 0]
-    fixed_BV = jax.lax.stop_gradient(logits_BV - normaliser_B[:, None])
+    logprob_BV = logits_BV - normaliser_B[:, None]
     return TokenScores(
         logprob=chosen_B - normaliser_B,
-        entropy=-jnp.sum(jnp.exp(fixed_BV) * fixed_BV, axis=-1),
+        entropy=-jnp.sum(jnp.exp(logprob_BV) * logprob_BV, axis=-1),
         greedy=jax.lax.stop_gradient(chosen_B >= jnp.max(logits_BV, axis=-1)),
     )

@@ -130,9 +130,19 @@ def read_model(folder: Path) -> tuple[ModelConfig, nnx.State]:
         raise ModelError(f"{folder}: {error}") from error
 
 
-def write_model(config: ModelConfig, params: nnx.State, folder: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors``; the tokenizer's files are the caller's."""
-    write_config(config, folder)
+def write_model(config: ModelConfig, params: nnx.State, folder: Path, *, eos_token_id: int | None) -> None:
+    """Write ``config.json`` and ``model.safetensors``; the tokenizer's files are the caller's.
+
+    Args:
+        config: the decoder's shape.
+        params: its parameters.
+        folder: where to; made if missing.
+        eos_token_id: as for ``write_config``.
+
+    Raises:
+        ModelError: ``eos_token_id`` is outside the vocabulary.
+    """
+    write_config(config, folder, eos_token_id=eos_token_id)
     save_file(to_hf(config, params), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 

@@ -57,6 +57,42 @@ def test_the_seed_alone_chooses_the_map():
     assert len(set(unseeded)) > 20
 
 
+def test_no_evaluation_map_occurs_in_training_whatever_the_seeds():
+    def maps(split, seeds):
+        environment = make(FROZEN_LAKE, {"split": split})
+        return [environment.reset(seed=seed)[0] for seed in seeds]
+
+    train, held_out = maps("train", range(3000)), maps("evaluation", range(300))
+    assert not set(train) & set(held_out)
+    assert len(set(train)) > 500 and len(set(held_out)) > 60
+    everything = maps("all", range(3000))
+    assert 0.1 < np.mean([board in set(held_out) for board in everything]) < 0.3
+    holes = [np.mean([board.count("H") for board in boards]) for boards in (train, held_out, everything)]
+    assert np.ptp(holes) < 0.3, "the splits should be equally hard"
+
+
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_the_maps_of_a_split_follow_from_the_seed(split):
+    def play():
+        environment = FrozenLakeText(split=split)
+        return [environment.reset(seed=seed)[0] for seed in range(40)] + [environment.reset()[0] for _ in range(40)]
+
+    maps = play()
+    assert play() == maps
+    assert len(set(maps[:40])) > 20 and len(set(maps[40:])) > 20
+
+
+def test_demonstrations_keep_to_the_split():
+    def first_maps(split):
+        played = [
+            demonstrate(seed, {"split": split}, noise=0.5, rng=np.random.default_rng(0), max_turns=1)
+            for seed in range(300)
+        ]
+        return {demonstration.messages[0]["content"] for demonstration in played}
+
+    assert not first_maps("train") & first_maps("evaluation")
+
+
 def test_the_hasty_walker_only_ever_goes_towards_the_goal_and_ends_in_a_hole_if_one_is_there():
     successes = 0
     for seed in range(100):
@@ -103,6 +139,8 @@ def test_frozen_lake_needs_no_pygame():
         ("no_such_module:X-v0", {}, "no_such_module"),
         (FROZEN_LAKE, {"sise": 4}, "sise"),
         (FROZEN_LAKE, {"size": 1}, "size=1"),
+        (FROZEN_LAKE, {"split": "test"}, "split='test'; expected one of all, train, evaluation"),
+        (FROZEN_LAKE, {"p": 1.0, "split": "evaluation"}, "no evaluation map of size=4, p=1.0"),
         ("CartPole-v1", {}, "observation_space Box"),
         ("scripted:scripted/Blind-v0", {}, "action_space Discrete"),
     ],

@@ -50,6 +50,7 @@ def make_worker(url, run, folder, samplers, **changes):
         "model_folder": folder,
         "environment_id": FROZEN_LAKE,
         "environment_kwargs": {},
+        "evaluation_kwargs": {},
         "step_timeout_seconds": 30.0,
         "threads": 2,
         "agent": AGENT,
@@ -361,15 +362,44 @@ def test_evaluation_needs_no_buffer_and_keeps_the_order_of_the_seeds(character_f
     assert {result["version"] for result in results} == {4}
     for result in results:
         assert result["success"] == (result["reward"] == 1.0)
-        assert result["status"] == "completed"
+        assert result["status"] == "completed" and result["trainable"]
         assert result["tokens"] == 2 * result["turns"]
     assert 0 < sum(result["success"] for result in results) < 40  # some maps have a hole on this policy's way
+
+
+def test_evaluation_plays_its_own_environment_and_training_the_other(server, run, character_folder):
+    buffer = open_buffer(server, run, groups_per_batch=10)
+    sampler = scripted.ScriptedSampler(character_folder, scripted.walk)
+    worker = make_worker(
+        server.url,
+        run,
+        character_folder,
+        {"s": sampler},
+        environment_kwargs={"size": 3, "split": "train"},
+        evaluation_kwargs={"split": "evaluation"},
+        train_tasks=1000,
+    )
+
+    def first_prompts():
+        prompts = {sampler.chat.decode_reply(tokens) for tokens, _ in sampler.requests}
+        sampler.requests.clear()
+        return {prompt for prompt in prompts if "assistant" not in prompt.removesuffix("<|assistant|>")}
+
+    async def scenario():
+        async with running(worker):
+            await until(lambda: asyncio.to_thread(lambda: buffer.stats().ready == 20))
+        trained = first_prompts()
+        await worker.evaluate(range(60), 0.0)
+        return trained, first_prompts()
+
+    trained, evaluated = asyncio.run(scenario())
+    assert len(trained) > 5 and len(evaluated) > 5 and not trained & evaluated
 
 
 def test_evaluation_reports_what_failed(character_folder):
     worker = make_worker("redis://127.0.0.1:1/0", "evaluation", character_folder, {"s": scripted.FailingSampler()})
     (result,) = asyncio.run(worker.evaluate([3], 0.0))
-    assert result["status"] == "sampler_error" and not result["success"]
+    assert result["status"] == "sampler_error" and not result["trainable"] and not result["success"]
     assert "the engine is gone" in result["error"]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import ray
 import scripted
 from test_worker import AGENT, LIMITS
 
+from actors import routing
 from actors.environments import FROZEN_LAKE
 from actors.routing import RemoteSampler
 from actors.samplers.contract import RequestError, SamplerError, SamplingParams
@@ -38,6 +40,7 @@ class WalkingSampler(scripted.ScriptedSampler):
     def __init__(self, folder):
         super().__init__(folder, scripted.walk)
         self.calls = 0
+        self.abandoned = 0
 
     async def answer(self, index, tokens, params):
         if params.max_tokens == 1:
@@ -45,7 +48,11 @@ class WalkingSampler(scripted.ScriptedSampler):
         if params.max_tokens == 2:
             raise ZeroDivisionError("a bug")
         if params.max_tokens == 4:
-            await asyncio.sleep(600)
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                self.abandoned += 1
+                raise
         return index, await self.generate(tokens, params)
 
     async def generate_many(self, requests):
@@ -53,11 +60,21 @@ class WalkingSampler(scripted.ScriptedSampler):
         if any(params.max_tokens == 3 for _, params in requests):
             return  # forgets to answer
         answers = [asyncio.create_task(self.answer(i, *request)) for i, request in enumerate(requests)]
-        for answer in asyncio.as_completed(answers):
-            yield [await answer]
+        try:
+            for answer in asyncio.as_completed(answers):
+                yield [await answer]
+        finally:
+            for answer in answers:
+                answer.cancel()
 
     async def count_calls(self):
         return self.calls
+
+    async def count_abandoned(self):
+        return self.abandoned
+
+    async def process(self):
+        return os.getpid()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +97,7 @@ def test_a_worker_actor_feeds_the_learner_and_evaluates(sampler, character_folde
             model_folder=character_folder,
             environment_id=FROZEN_LAKE,
             environment_kwargs={},
+            evaluation_kwargs={"split": "evaluation"},
             step_timeout_seconds=30.0,
             threads=2,
             agent=AGENT,
@@ -137,6 +155,65 @@ def test_errors_of_a_sampler_actor_arrive_as_the_contract_has_them(sampler):
     assert isinstance(broken, SamplerError) and str(broken) == "sampler s0 failed: ZeroDivisionError('a bug')"
     (forgotten,) = generate(sampler, 3)
     assert isinstance(forgotten, SamplerError) and "without an answer" in str(forgotten)
+
+
+def test_requests_that_nobody_waits_for_are_given_up_at_the_sampler(sampler):
+    async def ask_and_leave():
+        remote = RemoteSampler("s0", sampler)
+        before = await sampler.count_abandoned.remote()
+        calls = await sampler.count_calls.remote()
+        requests = [asyncio.create_task(remote.generate([2, 3], SamplingParams(max_tokens=n))) for n in (4, 5, 4)]
+        await requests[1]
+        requests[0].cancel()
+        while await sampler.count_calls.remote() == calls:
+            await asyncio.sleep(0.01)
+        assert await sampler.count_abandoned.remote() == before, "one of the call is still waited for"
+        requests[2].cancel()
+        while await sampler.count_abandoned.remote() < before + 2:
+            await asyncio.sleep(0.01)
+
+    async def bounded():
+        await asyncio.wait_for(ask_and_leave(), 60)
+
+    asyncio.run(bounded())
+
+
+def test_a_request_cancelled_before_it_left_is_never_sent(sampler):
+    async def ask_and_leave():
+        remote = RemoteSampler("s0", sampler)
+        before = await sampler.count_calls.remote()
+        early, late = (asyncio.create_task(remote.generate([2, 3], SamplingParams(max_tokens=n))) for n in (3, 5))
+        await asyncio.sleep(0)
+        early.cancel()
+        answer = await late  # together with the other it would have been forgotten
+        alone = asyncio.create_task(remote.generate([2, 3], SamplingParams(max_tokens=5)))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.sleep(10 * routing.GATHER_SECONDS)
+        return answer, await sampler.count_calls.remote() - before
+
+    answer, calls = asyncio.run(ask_and_leave())
+    assert answer.tokens[-1] == 1 and calls == 1
+
+
+def test_a_frozen_sampler_actor_is_a_sampler_error_once_the_deadline_passed(
+    local_ray, character_folder, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(routing, "ANSWER_SECONDS", 0.5)
+    handle = ray.remote(num_cpus=0)(WalkingSampler).remote(character_folder)
+    process = ray.get(handle.process.remote(), timeout=60)
+    os.kill(process, signal.SIGSTOP)
+    params = SamplingParams(max_tokens=5, deadline_seconds=0.25)
+
+    async def ask():
+        return await asyncio.wait_for(RemoteSampler("s0", handle).generate([2, 3], params), 60)
+
+    try:
+        with pytest.raises(SamplerError, match=r"sampler s0 gave no answer within 0\.75 s"):
+            asyncio.run(ask())
+    finally:
+        os.kill(process, signal.SIGCONT)
+        ray.kill(handle)
 
 
 def test_a_dead_sampler_actor_is_a_sampler_error(local_ray, character_folder):

@@ -28,14 +28,15 @@ def test_config_prints_the_resolved_configuration():
     assert done.returncode == 0
     printed = json.loads(done.stdout)
     assert printed["learner"]["steps"] == 7
-    assert printed["learner"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert printed["learner"]["mesh"] == {"data": 1, "fsdp": 1}
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "config"])
 def test_bad_input_is_one_line_and_status_2_before_anything_starts(command, tmp_path):
-    done = headrace(command, str(ROOT / "configs" / "quickstart.yaml"), "learner.stps=3", cwd=tmp_path)
+    quickstart = str(ROOT / "configs" / "quickstart.yaml")
+    done = headrace(command, quickstart, "learner.stps=3", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stdout == ""
+    assert done.stdout == ("" if command == "config" else f"headrace: loading {quickstart} ...\n")
     assert done.stderr == "headrace: error: learner.stps=3: no such key; did you mean learner.steps?\n"
     assert not list(tmp_path.iterdir())
 
@@ -46,6 +47,18 @@ def test_a_missing_file_is_one_line_and_status_2():
     assert done.stderr.splitlines() == [
         "headrace: error: nowhere.yaml: no such file; expected a YAML configuration such as configs/quickstart.yaml"
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--help",), "Exit status: 0 success; 2 a mistake that one line names"),
+        (("train", "--help"), "headrace config CONFIG prints every key"),
+        (("eval", "--help"), "model.path=FOLDER says which"),
+    ],
+)
+def test_help_says_how_to_go_on(arguments, said):
+    assert said in " ".join(headrace(*arguments).stdout.split())
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("config", "--help"), ("train", "--help")])
@@ -75,6 +88,19 @@ def test_checking_a_configuration_loads_neither_jax_nor_ray():
     assert done.stdout == "[]\n"
 
 
+def test_the_first_line_comes_before_anything_heavy_is_imported():
+    script = (
+        "import sys, typer\n"
+        "say = typer.echo\n"
+        "heavy = {'jax', 'ray', 'flax', 'redis', 'omegaconf', 'numpy'}\n"
+        "typer.echo = lambda text, **kind: say(f'{text} {sorted(heavy & set(sys.modules))}', **kind)\n"
+        "sys.argv = ['headrace', 'train', 'nowhere.yaml']\n"
+        "from cluster.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "headrace: loading nowhere.yaml ... []\n"
+
+
 def run_inside_command(body: str) -> subprocess.CompletedProcess[str]:
     """What the command line makes of a train function with that body."""
     script = (
@@ -96,6 +122,13 @@ def run_inside_command(body: str) -> subprocess.CompletedProcess[str]:
         ("from cluster.errors import RunError; raise RunError('x: taken')", 2, "headrace: error: x: taken\n"),
         ("from buffer.errors import BufferUnavailable; raise BufferUnavailable('h:1')", 2, "headrace: error: h:1\n"),
         ("from learner.models.config import ModelError; raise ModelError('other')", 2, "headrace: error: other\n"),
+        ("from learner.models.config import ModelError; raise ModelError('a\\n b')", 2, "headrace: error: a b\n"),
+        (
+            "from cluster.errors import ConfigError; raise ConfigError('a\\nb')",
+            2,
+            "headrace: error: a\nheadrace: error: b\n",
+        ),
+        ("from buffer.errors import BufferError; raise BufferError('no Lua')", 2, "headrace: error: no Lua\n"),
     ],
 )
 def test_the_exit_status_tells_how_it_ended(body, status, stderr):
@@ -103,11 +136,18 @@ def test_the_exit_status_tells_how_it_ended(body, status, stderr):
     assert (done.returncode, done.stderr) == (status, stderr)
 
 
-def test_a_failure_of_ours_shows_its_traceback_and_status_1():
-    done = run_inside_command("raise RuntimeError('a bug')")
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        ("raise RuntimeError('a bug')", "RuntimeError: a bug"),
+        ("from buffer.errors import WaitTimeout; raise WaitTimeout('late')", "buffer.errors.WaitTimeout: late"),
+    ],
+)
+def test_a_failure_of_ours_shows_its_traceback_and_status_1(body, last):
+    done = run_inside_command(body)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert done.stderr.endswith("RuntimeError: a bug\n")
+    assert done.stderr.splitlines()[-1] == last
 
 
 def test_an_error_raised_inside_an_actor_counts_as_what_it_is():
@@ -124,7 +164,11 @@ def test_an_error_raised_inside_an_actor_counts_as_what_it_is():
         ("actors.chat", "ChatError"),
         ("actors.environments", "EnvironmentSetupError"),
         ("buffer.errors", "BufferUnavailable"),
+        ("buffer.errors", "FormatError"),
+        ("buffer.errors", "NotOpen"),
         ("buffer.errors", "PortInUse"),
+        ("buffer.errors", "ServerError"),
+        ("cluster.services", "StartError"),
         ("learner.mesh", "MeshError"),
         ("learner.models.config", "ModelError"),
     ],

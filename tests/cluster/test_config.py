@@ -3,9 +3,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from annotated_types import Ge, Le
 from pydantic import BaseModel
 
-from cluster.config import Config
+from buffer.protocol import Keys, Limits
+from cluster.config import BufferConfig, Config
 from cluster.errors import ConfigError
 from cluster.loading import check, load_config, to_yaml
 
@@ -55,8 +57,25 @@ def test_overrides_reach_the_last_word_over_the_file():
         ("objective.advantage=gae", ('objective.advantage="gae"', "expected 'grpo' or 'dr_grpo'")),
         ("learner.row_lengths=[]", ("learner.row_lengths=[]", "at least 1 item")),
         ("learner.row_lengths=[256,128]", ("learner.row_lengths=[256, 128]", "ascending order")),
-        ("run.name=a/b", ('run.name="a/b"', "without '/'")),
+        ("run.name=a/b", ('run.name="a/b"', "expected 1 to 100 of the characters")),
+        ("run.name=my run", ('run.name="my run"', "expected 1 to 100 of the characters")),
+        ("run.name='a*b'", ('run.name="a*b"', "expected 1 to 100 of the characters")),
+        ("run.name='..'", ('run.name=".."', "expected 1 to 100 of the characters")),
+        (f"run.name={'x' * 101}", ("run.name=", "expected 1 to 100 of the characters")),
+        ("run.experiment='my runs'", ('run.experiment="my runs"', "expected 1 to 100 of the characters")),
         ("buffer.url=localhost:6379", ("buffer.url=", "redis://")),
+        ("buffer.url=redis://h:x/0", ('buffer.url="redis://h:x/0"', "redis://:password@host:6379/0")),
+        ("buffer.url=redis://h:99999/0", ('buffer.url="redis://h:99999/0"', "redis://:password@host:6379/0")),
+        ("buffer.url=redis://h:1/zero", ('buffer.url="redis://h:1/zero"', "redis://:password@host:6379/0")),
+        ("buffer.url=redis://:***@h:1/0", ("buffer.url=", "give the URL with its password")),
+        ("buffer.group_size=1025", ("buffer.group_size=1025", "expected at most 1024")),
+        ("buffer.groups_per_batch=4097", ("buffer.groups_per_batch=4097", "expected at most 4096")),
+        ("buffer.slot_seconds=0.0001", ("buffer.slot_seconds=0.0001", "expected at least 0.001")),
+        ("buffer.slot_seconds=2e9", ("buffer.slot_seconds=2000000000.0", "expected at most 1000000")),
+        ("buffer.max_attempts=1000001", ("buffer.max_attempts=1000001", "expected at most 1000000")),
+        ("learner.lease_timeout_seconds=.inf", ("learner.lease_timeout_seconds=", "expected a finite number")),
+        ("sampler.kind=local", ('sampler.kind="local"', "no such key")),
+        ("learner.mesh.tensor=1", ("learner.mesh.tensor=1", "no such key")),
         ("learner.steps", ("learner.steps", "expected key=value")),
         ("learner.steps=[1", ("learner.steps=[1", "not valid YAML")),
         ("agent.system_prompt=${oc.env:HEADRACE_NO_SUCH_VARIABLE}", ("HEADRACE_NO_SUCH_VARIABLE", "not found")),
@@ -77,12 +96,15 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (["sampler.context_length=400"], ("learner.row_lengths=[128, 256, 384]", "sampler.context_length=400")),
         (["model.architecture.max_position_embeddings=64"], ("max_position_embeddings=64", "at least", "384")),
         (["buffer.group_size=1"], ("buffer.group_size=1", "grpo", "at least 2")),
-        (["learner.mesh.tensor=2"], ("learner.mesh.tensor=2", "use 1")),
         (["learner.mesh.data=3"], ("learner.rows_per_microbatch=8", "multiple of 3")),
         (["model.architecture=null"], ("model.path=null", "model.architecture is null")),
         (["model.architecture.num_key_value_heads=3"], ("num_attention_heads=2", "multiple of")),
         (["buffer.url=redis://h:1", "buffer.port=7"], ("buffer.port=7", "buffer.url")),
         (["buffer.max_bytes=1000"], ("buffer.max_bytes=1000", "16 × 8", "never be complete")),
+        (  # the arrays alone would fit
+            [f"buffer.max_bytes={16 * 8 * 384 * 13}"],
+            (f"buffer.max_bytes={16 * 8 * 384 * 13}", f"may take {16 * 8 * (384 * 13 + 1024)} bytes"),
+        ),
     ],
 )
 def test_an_impossible_combination_is_refused_with_its_remedy(overrides, parts):
@@ -128,6 +150,66 @@ def test_a_password_is_never_shown():
     redacted = load_config(QUICKSTART, [f"buffer.url={url}"]).redacted()
     assert redacted["buffer"]["url"] == "redis://user:***@host:6379/0"
     assert "hunter2" not in complaint("buffer.url=http://user:hunter2@host:6379/0")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("unix:///run/redis.sock?db=1&password=hunter2", "unix:///run/redis.sock?db=1&password=***"),
+        ("redis://:hunter2@h:1/0?protocol=3", "redis://:***@h:1/0?protocol=3"),
+        ("redis://host:6379", "redis://host:6379"),
+    ],
+)
+def test_all_of_a_url_but_the_password_is_shown(url, shown):
+    assert load_config(QUICKSTART, [f"buffer.url='{url}'"]).redacted()["buffer"]["url"] == shown
+
+
+@pytest.mark.parametrize("password", ["hun/ter2", "hun#ter2", "hun?ter2", "12#ter2", "12?ter2", "[ter2", "*/ter2"])
+def test_a_password_that_breaks_its_url_is_not_shown_either(password):
+    message = complaint(f"buffer.url='redis://u:{password}@host:6379/0'")
+    assert "%2F" in message and "ter2" not in message
+
+
+@pytest.mark.parametrize(
+    ("file", "experiment"),
+    [("my config.yaml", "my-config"), ("a*b.yaml", "a-b"), ("é.yaml", "run"), (f"{'x' * 200}.yaml", "x" * 100)],
+)
+def test_the_experiment_is_named_after_the_file_in_letters_that_a_run_may_have(tmp_path, file, experiment):
+    (tmp_path / file).write_text(QUICKSTART.read_text())
+    assert load_config(tmp_path / file).run.experiment == experiment
+
+
+def test_the_longest_name_is_one_that_the_buffer_takes():
+    config = load_config(QUICKSTART, [f"run.name={'x' * 100}", f"run.experiment={'x' * 100}"])
+    Keys(f"{config.run.name}-01234567")
+    Keys(f"{config.run.experiment}-{10**6}-01234567")
+
+
+@pytest.mark.parametrize(
+    "name", ["max_staleness", "groups_per_batch", "group_size", "max_bytes", "slot_seconds", "max_attempts"]
+)
+def test_the_buffer_takes_whatever_the_schema_takes(name):
+    [least] = [bound.ge for bound in BufferConfig.model_fields[name].metadata if isinstance(bound, Ge)]
+    [most] = [bound.le for bound in BufferConfig.model_fields[name].metadata if isinstance(bound, Le)]
+    some = {"max_staleness": 1, "groups_per_batch": 1, "group_size": 1, "max_bytes": 1, "slot_seconds": 1.0}
+    for value in (least, most):
+        Limits(**{**some, "max_attempts": 1, name: value})
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.warm_start.conversations"])
+def test_a_path_is_absolute_because_actors_have_another_working_directory(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    def resolved(value: str) -> str:
+        data = load_config(QUICKSTART, [f"{key}={value}"]).redacted()
+        for part in key.split("."):
+            data = data[part]
+        return str(data)
+
+    assert resolved("models/mine") == str(tmp_path / "models" / "mine")
+    assert resolved("~/mine") == "/home/somebody/mine"
+    assert resolved("/elsewhere/mine") == "/elsewhere/mine"
 
 
 def test_the_configuration_cannot_be_changed():

@@ -26,12 +26,12 @@ from cluster.telemetry import RayMetrics
 JOIN = '''
 import os
 from cluster.ray_runtime import ray_runtime
-with ray_runtime(dashboard=False, metrics_port=0) as runtime:
+with ray_runtime(cpus=2, dashboard=False, metrics_port=0) as runtime:
     import ray
     print(runtime.local, ray.get_actor("role:worker", namespace="test") is not None)
 '''
 
-with ray_runtime(dashboard=False, metrics_port=0) as runtime, stop_on_signals() as stop:
+with ray_runtime(cpus=2, dashboard=False, metrics_port=0) as runtime, stop_on_signals() as stop:
     import ray
 
     class Role:
@@ -121,7 +121,7 @@ def test_a_local_ray_is_private_measured_and_gone_after_ctrl_c(clean_environment
 def test_a_dead_cluster_is_reported_at_once(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     expected = pytest.raises(RayUnavailable, match=rf"RAY_ADDRESS={address}: no Ray head answers")
-    with expected, ray_runtime(dashboard=False, metrics_port=0):
+    with expected, ray_runtime(cpus=2, dashboard=False, metrics_port=0):
         pass
 
 

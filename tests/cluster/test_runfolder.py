@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from cluster.config import Config
-from cluster.errors import RunError
+from cluster.errors import ConfigError, RunError
 from cluster.loading import load_config
 from cluster.runfolder import RunFolder, read_metrics, runs_folder
 
@@ -40,8 +41,10 @@ def test_a_name_that_was_given_is_used_once(tmp_path):
 
 
 def test_a_run_that_never_got_anywhere_frees_its_name(tmp_path):
-    with RunFolder.open(config(tmp_path, "run.name=mine")):
-        assert (tmp_path / "mine" / "config.yaml").is_file()
+    with RunFolder.open(config(tmp_path, "run.name=mine")) as run:
+        assert run.config_path.is_file()
+        (run.root / "new_model").mkdir()
+        assert run.worthless
     assert not (tmp_path / "mine").exists()
 
 
@@ -66,6 +69,84 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(tmp_path, name):
     with pytest.raises(RunError, match=r"run.resume=true: .*holds no run"):
         RunFolder.open(config(tmp_path, name, "run.resume=true"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("buffer.group_size=4", "buffer.group_size=4: the run in .*mine was started with 8;"),
+        ("sampler.temperature=0.5", "sampler.temperature=0.5: .* was started with 1.0;"),
+        ("environment.kwargs.size=5", "environment.kwargs.size=5: .* was started with 4;"),
+        ("environment.kwargs.other=1", "environment.kwargs.other=1: .* was started with None;"),
+        ("environment.id=Other-v0", "environment.id=Other-v0: .* was started with headrace/FrozenLakeText-v0;"),
+        ("agent.system_prompt=hi", "agent.system_prompt=hi: .* was started with None;"),
+        ("agent.max_turns=3", "agent.max_turns=3: .* was started with 12;"),
+        ("model.path=/m", "model.path=/m: .* was started with None;"),
+    ],
+)
+def test_a_run_is_not_resumed_with_what_its_stored_trajectories_were_not_made_with(tmp_path, override, said):
+    finished_run(tmp_path, "run.name=mine")
+    with pytest.raises(RunError, match=said):
+        RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", override))
+
+
+def test_a_run_is_not_resumed_with_rows_too_short_for_its_stored_trajectories(tmp_path):
+    finished_run(tmp_path, "run.name=mine")
+    shorter = ("sampler.context_length=128", "learner.row_lengths=[128]")
+    with pytest.raises(RunError, match=r"learner.row_lengths=\[128\]: .*sampler.context_length=384"):
+        RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", *shorter))
+
+
+def test_a_run_may_be_resumed_with_more_steps_time_and_workers(tmp_path):
+    finished_run(tmp_path, "run.name=mine")
+    changes = ("learner.steps=900", "environment.step_timeout_seconds=90", "actors.workers=2", "buffer.max_staleness=1")
+    RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", *changes)).close()
+
+
+def test_a_model_in_the_next_copy_of_a_working_directory_is_the_same_model(tmp_path):
+    copies = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_"
+    finished_run(tmp_path, "run.name=mine", f"model.path={copies}1/models/m")
+    resumed = ("run.name=mine", "run.resume=true")
+    RunFolder.open(config(tmp_path, *resumed, f"model.path={copies}2/models/m")).close()
+    with pytest.raises(RunError, match=r"model.path=.*models/n: "):
+        RunFolder.open(config(tmp_path, *resumed, f"model.path={copies}2/models/n"))
+
+
+def resumed_by(command: str, *overrides: str) -> RunFolder:
+    program, subcommand, path, *given = shlex.split(command)
+    assert (program, subcommand) == ("headrace", "train")
+    return RunFolder.open(load_config(Path(path), [*given, *overrides]))
+
+
+def test_the_resume_command_goes_on_from_any_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "first place").mkdir()
+    monkeypatch.chdir(tmp_path / "first place")
+    with RunFolder.open(config(Path("runs"))) as run:
+        run.append_metrics("step", {"step": 1})
+        command = run.resume_command()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # going on does not change how to go on
+        with resumed_by(command) as run:
+            assert run.resumed
+            assert run.root == tmp_path / "first place" / "runs" / "quickstart-1"
+            assert run.resume_command() == command
+
+
+def test_the_stored_configuration_starts_a_new_run_unless_told_to_resume(tmp_path):
+    finished_run(tmp_path, "run.name=mine")
+    RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true")).close()
+    assert not load_config(tmp_path / "mine" / "config.yaml").run.resume
+
+
+def test_the_resume_command_asks_for_a_password_that_was_not_stored(tmp_path):
+    with RunFolder.open(config(tmp_path, "buffer.url=redis://:hunter2@host:1/0")) as run:
+        run.append_metrics("step", {"step": 1})
+        command = run.resume_command()
+    assert command.endswith("run.resume=true buffer.url=redis://:PASSWORD@host:1/0")
+    with resumed_by(command.replace("PASSWORD", "hunter2")) as run:
+        assert run.resumed
+    with pytest.raises(ConfigError, match=r"buffer.url=.*give the URL with its password"):
+        load_config(run.config_path)
 
 
 def test_a_run_is_not_resumed_with_another_model(tmp_path):

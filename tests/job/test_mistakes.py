@@ -7,6 +7,8 @@ import subprocess
 import pytest
 from jobs import QUICKSTART, command, environment, processes_naming
 
+from actors.tokenizers import write_character_tokenizer
+
 
 @pytest.fixture
 def fail(tmp_path):
@@ -25,6 +27,19 @@ def fail(tmp_path):
         return lines[0]
 
     return run
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A folder that describes a model, without weights."""
+    folder = tmp_path / "model"
+    raw = {
+        "model_type": "qwen3", "vocab_size": write_character_tokenizer(folder), "hidden_size": 128,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "head_dim": 128, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
 
 
 def test_a_missing_file(fail):
@@ -65,6 +80,17 @@ def test_a_model_of_another_architecture(fail, tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert "mamba" in fail("eval", QUICKSTART, f"model.path={folder}")
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_an_environment_that_cannot_be_made(fail, model_folder, command):
+    assert "size=1" in fail(command, QUICKSTART, "environment.kwargs.size=1", f"model.path={model_folder}")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_no_file_of_conversations(fail, command):
+    line = fail(command, QUICKSTART, "model.warm_start.conversations=no_such.jsonl")
+    assert "model.warm_start.conversations=" in line and "no_such.jsonl" in line
 
 
 def test_a_run_cannot_be_resumed_with_another_model(train, tmp_path):

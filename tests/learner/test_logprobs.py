@@ -37,8 +37,15 @@ def test_values_and_gradients_equal_the_naive_ones(temperature: float, chunk_tok
     np.testing.assert_allclose(scores.entropy, -(jnp.exp(all_MV) * all_MV).sum(-1), atol=2e-6)
     np.testing.assert_array_equal(scores.greedy, all_MV.argmax(-1) == targets_M)
 
-    ours = jax.grad(lambda *a: jnp.sum(weight_M * chunked(*a).logprob), (0, 1))(hidden_MH, output_VH)
-    theirs = jax.grad(lambda *a: jnp.sum(weight_M * naive(*a)[jnp.arange(TOKENS), targets_M]), (0, 1))
+    def our_sum(*a):
+        scores = chunked(*a)
+        return jnp.sum(weight_M * (scores.logprob + scores.entropy))
+
+    def their_sum(*a):
+        all_MV = naive(*a)
+        return jnp.sum(weight_M * (all_MV[jnp.arange(TOKENS), targets_M] - (jnp.exp(all_MV) * all_MV).sum(-1)))
+
+    ours, theirs = jax.grad(our_sum, (0, 1))(hidden_MH, output_VH), jax.grad(their_sum, (0, 1))
     for mine, expected in zip(ours, theirs(hidden_MH, output_VH), strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -56,12 +57,28 @@ def test_tensors_survive_the_round_trip_exactly() -> None:
 
 
 def test_a_written_folder_reads_back_as_the_same_model(tmp_path: Path, tied) -> None:
-    write_model(TIED, tied, tmp_path)
+    write_model(TIED, tied, tmp_path, eos_token_id=1)
     config, read = read_model(tmp_path)
     assert config == TIED
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     for name, tensor in to_hf(TIED, tied).items():
         np.testing.assert_array_equal(to_hf(config, read)[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("eos_token_id", [0, 18, None])
+def test_a_written_folder_says_where_other_engines_stop(tmp_path: Path, tied, eos_token_id: int | None) -> None:
+    write_model(TIED, tied, tmp_path, eos_token_id=eos_token_id)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == eos_token_id
+    assert read_model(tmp_path)[0] == TIED
+
+
+@pytest.mark.parametrize("eos_token_id", [-1, 19])
+def test_an_end_outside_the_vocabulary_is_refused_before_anything_is_written(
+    tmp_path: Path, tied, eos_token_id: int
+) -> None:
+    with pytest.raises(ModelError, match=f"eos_token_id is {eos_token_id}; expected an id below vocab_size=19"):
+        write_model(TIED, tied, tmp_path, eos_token_id=eos_token_id)
+    assert not list(tmp_path.iterdir())
 
 
 def test_host_arrays_are_contiguous_copies(tied) -> None:

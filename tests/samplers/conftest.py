@@ -1,127 +1,13 @@
-"""Samplers under test, and an independent reference for what they claim.
-
-The contract tests know nothing of the sampler behind ``served``: another implementation joins
-them as one more entry of ``MAKERS``.
-"""
+"""The contract tests know nothing of the sampler behind ``served``: another joins as one more of ``MAKERS``."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-
-from actors.samplers.contract import Generation, SamplerError, SamplingParams
-from actors.samplers.local import LocalSampler
-from learner.models.config import ModelConfig
-from learner.models.decoder import attend_packed
-from learner.models.weights import abstract_model, from_hf, initial_params, to_hf
-
-CONTEXT = 160
-TOLERANCE = 1e-4
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=CONTEXT,
-)
-
-
-_TEMPLATE = to_hf(CONFIG, initial_params(CONFIG, seed=0))
-
-
-def make_weights(seed: int) -> dict[str, np.ndarray]:
-    """Random weights whose distributions are far from uniform, and differ between seeds."""
-    random = np.random.default_rng(seed)
-    return {
-        name: value + value.std() * random.standard_normal(value.shape, np.float32) if value.std() else 2.0 * value
-        for name, value in _TEMPLATE.items()
-    }
-
-
-class Reference:
-    """A plain forward pass over the weights of every version."""
-
-    def __init__(self, weights: dict[int, dict[str, np.ndarray]]) -> None:
-        self.weights = weights
-
-    def reference(self, version: int, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """log p(next token | tokens so far), float32[T, V], by one forward pass over the whole sequence."""
-        padded = np.zeros((1, CONTEXT), np.int32)
-        padded[0, : len(tokens)] = tokens
-        logprobs_RTV = _forward(from_hf(CONFIG, self.weights[version]), padded, np.float32(temperature or 1.0))
-        return np.asarray(logprobs_RTV)[0, : len(tokens)]
-
-    def worst_difference(self, prompt: np.ndarray, generation: Generation, temperature: float = 1.0) -> float:
-        """Largest |claimed - reference| log-probability, each token under the weights of its own version."""
-        tokens = np.concatenate([prompt, generation.tokens])
-        position = np.arange(len(prompt), len(tokens))
-        worst = 0.0
-        for version in np.unique(generation.versions):
-            own = generation.versions == version
-            reference_TV = self.reference(int(version), tokens, temperature)
-            expected = reference_TV[position[own] - 1, generation.tokens[own]]
-            worst = max(worst, float(np.abs(generation.logprobs[own] - expected).max()))
-        return worst
-
-
-class Served(Reference):
-    """A sampler, and the weights of every version published to it."""
-
-    def __init__(self, sampler: Any) -> None:
-        super().__init__({})
-        self.sampler = sampler
-        self.version = -1
-        self.refusal = self.run(self._sample_too_early())
-        self.run(self.publish())
-
-    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        async def bounded() -> T:
-            return await asyncio.wait_for(work, 120)
-
-        return asyncio.run(bounded())
-
-    async def publish(self) -> int:
-        self.version += 1
-        self.weights[self.version] = make_weights(seed=self.version)
-        return await self.sampler.update(self.version, self.weights[self.version])
-
-    async def _sample_too_early(self) -> Exception | None:
-        try:
-            await self.sampler.generate([1, 2, 3], SamplingParams(max_tokens=1))
-        except SamplerError as error:
-            return error
-        return None
-
-
-@jax.jit
-def _forward(params: nnx.State, tokens_RT: jax.Array, temperature: jax.Array) -> jax.Array:
-    model = nnx.merge(abstract_model(CONFIG)[0], params)
-    positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
-    hidden_RTH, _ = model(tokens_RT, positions_RT, attend_packed(jnp.ones_like(tokens_RT)))
-    return jax.nn.log_softmax(hidden_RTH @ model.output_VH.T / temperature, axis=-1)
-
-
-def make_local(**changes: Any) -> LocalSampler:
-    arguments: dict[str, Any] = {
-        "model": CONFIG,
-        "slots": 8,
-        "context_length": CONTEXT,
-        "on_update": "recompute",
-        "seed": 0,
-        "name": "under-test",
-    }
-    return LocalSampler(**(arguments | changes))
-
+from sampler_examples import Served, make_local
 
 MAKERS: dict[str, Callable[[], Any]] = {"local": make_local}
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from conftest import CONFIG, TOLERANCE, Reference, Served, make_local, make_weights
+from sampler_examples import CONFIG, TOLERANCE, Reference, Served, make_local, make_weights
 
 from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason
 from actors.samplers.local import Engine, LocalSampler
 from learner.models.config import ModelError, write_config
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # pytest leaves this module for the other tests of `served`, and comes back
 def engine() -> Engine:
-    """Few slots, and keys that stay across updates."""
+    """Few slots, and keys that stay for requests in flight across updates."""
     engine = Engine(CONFIG, slots=3, context_length=100, on_update="continue", seed=0)
     engine.warm_up()
     return engine
@@ -28,11 +28,17 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def actor() -> Iterator[Any]:
+    """One slot, which compiles in half the time."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     remote: Any = ray.remote
     make = remote(num_cpus=0, max_concurrency=1000, concurrency_groups={"health": 1})(LocalSampler)
-    yield make.remote(model=CONFIG, slots=8, context_length=100, on_update="recompute", seed=0, name="sampler-0")
+    yield make.remote(model=CONFIG, slots=1, context_length=100, on_update="recompute", seed=0, name="sampler-0")
     ray.shutdown()
+
+
+def _publish(engine: Engine, weights: dict[str, np.ndarray]) -> int:
+    """The next version."""
+    return engine.swap(0 if engine.version is None else engine.version + 1, engine.prepare(weights))
 
 
 def _finish(engine: Engine, *numbers: int) -> list[Generation]:
@@ -91,13 +97,12 @@ def test_leaving_many_early_aborts_the_rest(served: Served) -> None:
 
 
 def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Engine, served: Served) -> None:
-    engine.update(engine.version + 1 if engine.version is not None else 0, make_weights(0))
+    _publish(engine, make_weights(0))
     number = engine.submit([3] * 60, SamplingParams(max_tokens=30))
     for _ in range(10):
         engine.step()
     prefilled = engine.counters.tokens_prefilled
-    assert engine.version is not None
-    engine.update(engine.version + 1, make_weights(1))
+    _publish(engine, make_weights(1))
     (generation,) = _finish(engine, number)
     assert len(np.unique(generation.versions)) == 2
     assert engine.counters.tokens_prefilled == prefilled
@@ -115,8 +120,42 @@ def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Eng
     assert served.worst_difference(np.array([3] * 60), generation) <= TOLERANCE
 
 
+def test_continue_keeps_keys_for_their_own_request_and_no_later_one(
+    engine: Engine, random: np.random.Generator
+) -> None:
+    old = _publish(engine, make_weights(0))
+    finished_P, running_P = random.integers(0, CONFIG.vocab_size, (2, 40))
+    (finished,) = _finish(engine, engine.submit(finished_P, SamplingParams(max_tokens=5)))
+    in_flight = engine.submit(running_P, SamplingParams(max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    new = _publish(engine, make_weights(1))
+    reference = Reference({old: make_weights(0), new: make_weights(1)})
+
+    def check(prompt_P: np.ndarray, *, reused: int) -> None:
+        before = engine.counters.tokens_reused
+        number = engine.submit(prompt_P, SamplingParams(max_tokens=5))
+        ended: dict[int, Generation] = {}
+        while number not in ended:
+            ended |= dict(engine.step())
+            assert in_flight not in ended, "the older request was to be running all the while"
+        assert engine.counters.tokens_reused - before == reused
+        assert set(ended[number].versions.tolist()) == {new}
+        assert reference.worst_difference(prompt_P, ended[number]) <= TOLERANCE
+
+    next_turn_P = np.concatenate([finished_P, finished.tokens, [1, 2, 3]])
+    check(next_turn_P, reused=0)
+    check(running_P, reused=0)  # a sibling of what still runs with older keys
+    check(running_P, reused=39)  # and a sibling of that sibling
+    (mixed,) = _finish(engine, in_flight)
+    assert set(mixed.versions.tolist()) == {old, new}
+    after_P = np.concatenate([running_P, mixed.tokens, [1, 2, 3]])
+    (after,) = _finish(engine, engine.submit(after_P, SamplingParams(max_tokens=5)))
+    assert reference.worst_difference(after_P, after) <= TOLERANCE
+
+
 def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have(engine: Engine) -> None:
-    engine.update((engine.version or 0) + 1, make_weights(2))
+    _publish(engine, make_weights(2))
     running = [engine.submit([token] * 5, SamplingParams(max_tokens=90)) for token in range(3)]
     waiting = engine.submit([8, 8], SamplingParams(max_tokens=90))
     for _ in range(6):
@@ -135,7 +174,7 @@ def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have(engine
 
 
 def test_a_stream_of_short_requests_does_not_hold_up_a_long_one(engine: Engine) -> None:
-    engine.update((engine.version or 0) + 1, make_weights(3))
+    _publish(engine, make_weights(3))
     long = engine.submit([1, 1], SamplingParams(max_tokens=40))
     for step in range(200):
         engine.submit([step % CONFIG.vocab_size, 2, 3, 4], SamplingParams(max_tokens=1))
@@ -149,13 +188,13 @@ def test_a_stream_of_short_requests_does_not_hold_up_a_long_one(engine: Engine) 
 
 def test_weights_that_overflow_are_reported_and_leave_no_trace(engine: Engine) -> None:
     weights = {name: value * (1e25 if "mlp" in name else 1) for name, value in make_weights(4).items()}
-    engine.update((engine.version or 0) + 1, weights)
+    _publish(engine, weights)
     numbers = [engine.submit([slot] * 60, SamplingParams(max_tokens=5)) for slot in range(3)]
     with pytest.raises(SamplerError, match="not finite"):
         _finish(engine, *numbers)
     for number in numbers:
         engine.abort(number)
-    engine.update((engine.version or 0) + 1, make_weights(5))
+    _publish(engine, make_weights(5))
     # Shorter than what was there: the rest of its slot still holds what the bad weights left.
     prompt = np.arange(20, 30)
     (generation,) = _finish(engine, engine.submit(prompt, SamplingParams(max_tokens=5)))
@@ -206,7 +245,7 @@ def test_the_model_can_be_a_checkpoint_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Engine, "warm_up", lambda self: None)
     with pytest.raises(ModelError, match=r"config\.json"):
         make_local(model=tmp_path)
-    write_config(CONFIG, tmp_path)
+    write_config(CONFIG, tmp_path, eos_token_id=None)
     sampler = make_local(model=tmp_path)
     assert asyncio.run(sampler.update(3, make_weights(0))) == 3
     sampler.close()

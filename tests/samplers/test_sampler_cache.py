@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import CONFIG
+from sampler_examples import CONFIG
 
 from actors.samplers.local.cache import Placement, SlotCache
 
@@ -79,10 +79,28 @@ def test_no_slot_is_given_twice(cache: SlotCache) -> None:
     assert cache.place(np.array([9])) is None
 
 
-def test_forgotten_keys_are_not_reused(cache: SlotCache) -> None:
+def test_forgotten_keys_are_reused_by_their_owner_alone(cache: SlotCache) -> None:
     _run(cache, [*SYSTEM, 30])
-    running = _run(cache, [5, 6, 7, 8], finished=False)
+    running = _run(cache, [*SYSTEM, 31], finished=False)
     cache.forget()
-    placement = cache.place(np.array([*SYSTEM, 30, 31]))
-    assert placement is not None and placement.reused == 0
-    assert (cache.length_S[running], cache.cached_S[running]) == (4, 0)
+    assert (cache.length_S[running], cache.cached_S[running]) == (21, 20)
+    prompt = np.array([*SYSTEM, 31, 32])
+    placement = cache.place(prompt)
+    assert placement is not None and (placement.reused, placement.donor) == (0, None)
+    cache.release(running)
+    placement = cache.place(prompt)
+    assert placement is not None and (placement.reused, placement.donor) == (0, None)
+
+
+def test_a_slot_is_of_use_again_once_new_weights_filled_it(cache: SlotCache) -> None:
+    unstarted = _run(cache, [*SYSTEM, 31], cached=0, finished=False)
+    outdated = _run(cache, [7, 8, 9], finished=False)
+    _run(cache, [5, 6], finished=False)
+    cache.forget()
+    cache.release(outdated)
+    assert cache.place(np.array([*SYSTEM, 32])) is None, "a prefill that has not begun is worth waiting for"
+    cache.cached_S[unstarted] = 21
+    placement = cache.place(np.array([*SYSTEM, 32]))
+    assert placement is not None and (placement.reused, placement.donor) == (20, unstarted)
+    assert _run(cache, [7, 8, 9, 10]) == outdated
+    assert cache.place(np.array([7, 8, 9, 10, 11])) == Placement(outdated, reused=3, donor=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CONFIG, CONTEXT, TOLERANCE, Served, make_weights
+from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Served, make_weights
 from scipy import stats
 
 from actors.samplers.contract import Generation, RequestError, SamplingParams, StopReason, UpdateError

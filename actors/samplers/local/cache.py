@@ -3,7 +3,8 @@
 A finished request leaves its keys in its slot. The next prompt that begins with them (the
 next turn of the same episode) takes the slot over and only its new tokens are computed; a
 prompt that shares a beginning with another slot (a sibling of its group, the same system
-prompt) starts from a copy.
+prompt) starts from a copy. Keys of older weights are never reused: ``forget`` empties free slots, and
+what a running request keeps is for that request alone and gone when it ends.
 
 Axes: L = layers, S = slots, K = key/value heads, C = cached positions, D = head dim,
 P = prompt tokens.
@@ -68,6 +69,7 @@ class SlotCache:
         self.length_S = np.zeros(slots, np.int32)
         self.cached_S = np.zeros(slots, np.int32)
         self.busy_S = np.zeros(slots, bool)
+        self._outdated_S = np.zeros(slots, bool)  # busy, with keys that older weights computed
         self._released_S = np.zeros(slots, np.int64)
         self._releases = 0
 
@@ -106,27 +108,31 @@ class SlotCache:
         self.busy_S[slot] = True
 
     def release(self, slot: int) -> None:
-        """End the ownership; the keys stay for a later prompt."""
+        """End the ownership; the keys stay for a later prompt unless older weights computed some of them."""
         self._releases += 1
         self._released_S[slot] = self._releases
         self.busy_S[slot] = False
+        if self._outdated_S[slot]:
+            self._outdated_S[slot] = False
+            self.cached_S[slot] = 0
         # A last token without keys is no use to a later prompt.
         self.length_S[slot] = self.cached_S[slot]
 
     def forget(self) -> None:
-        """Drop all keys, those of running requests included."""
-        self.cached_S[:] = 0
+        """Note that the weights changed: no later prompt reuses a key computed until now. Owners keep theirs."""
+        self.cached_S[~self.busy_S] = 0
         self.length_S[~self.busy_S] = 0
+        self._outdated_S = self.busy_S & (self.cached_S > 0)
 
     def _shared(self, prompt_P: np.ndarray) -> np.ndarray:
-        """Length of the common beginning of ``prompt_P`` and each slot's tokens; the last token never counts.
+        """Length of the common beginning of ``prompt_P`` and each slot's tokens; 0 where its keys are outdated.
 
         The last token has to be run in any case: its hidden state is what the next one is sampled from.
         """
         length = len(prompt_P) - 1
         differs_SC = self.tokens_SC[:, :length] != prompt_P[:length]
         first_S = np.where(differs_SC.any(axis=1), differs_SC.argmax(axis=1), length) if length else 0
-        return np.minimum(first_S, self.length_S)
+        return np.where(self._outdated_S, 0, np.minimum(first_S, self.length_S))
 
     def _slot_that_loses_least(self, free: np.ndarray, ready_S: np.ndarray) -> int:
         """The slot the prompt continues or an empty one; else the one that has been free for longest."""

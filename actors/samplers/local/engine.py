@@ -32,12 +32,12 @@ _NO_TOKEN = -1
 
 
 class OnUpdate(StrEnum):
-    """What new weights do to keys that older ones computed."""
+    """What new weights do to the keys of requests in flight. No later prompt reuses keys of older weights."""
 
     RECOMPUTE = "recompute"
     """They are dropped: requests in flight prefill what they have so far again, then go on."""
     CONTINUE = "continue"
-    """They stay: cheaper, but a token's log-probability then mixes versions."""
+    """They stay until their request ends: cheaper, but its log-probabilities then mix versions."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Engine:
             config: the model's shape.
             slots: requests that run at once.
             context_length: most tokens of a request, prompt and sampled.
-            on_update: what becomes of cached keys when the weights change.
+            on_update: what becomes of the keys of requests in flight when the weights change.
             seed: where requests without a seed of their own draw one from.
         """
         if not 2 <= context_length <= config.max_position_embeddings:
@@ -194,12 +194,8 @@ class Engine:
             self._leaves, self.version = leaves, version
             if self._on_update is OnUpdate.RECOMPUTE:
                 self._requeue_running()
-                self._cache.forget()
+            self._cache.forget()
         return self.version
-
-    def update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
-        """``prepare`` and ``swap`` in one."""
-        return self.swap(version, self.prepare(weights))
 
     def step(self) -> list[tuple[int, Generation]]:
         """Run one call; returns the requests that ended, each under its number.

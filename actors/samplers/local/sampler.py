@@ -88,7 +88,8 @@ class LocalSampler:
                 read: those come with ``update``.
             slots: requests that run at once; below the number of episodes in flight, prefixes are lost to others.
             context_length: most tokens of a request, prompt and sampled.
-            on_update: ``recompute`` or ``continue``: what becomes of cached keys when the weights change.
+            on_update: ``recompute`` or ``continue``: what becomes of the keys of requests in flight when the weights
+                change. Finished ones' keys are dropped in either case.
             seed: where requests without a seed of their own draw one from.
             name: shown in errors and status.
         """

@@ -1,0 +1,79 @@
+"""What a configuration points to, looked at before anything starts: environment, model folder, conversations.
+
+Nothing here imports JAX or Ray.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from actors.chat import Chat
+from actors.environments import make
+from actors.tokenizers import write_character_tokenizer
+from cluster.config import Config, WarmStartConfig
+from cluster.conversations import check_demonstrator, load_conversations
+from cluster.errors import ConfigError
+from learner.models.config import read_config
+
+
+def check_inputs(config: Config) -> None:
+    """Find out before anything starts whether what ``headrace train`` and ``headrace sft`` read can be used.
+
+    Raises:
+        EnvironmentSetupError, ModelError, ChatError, ConfigError: as the three checks below.
+    """
+    check_environment(config)
+    check_model_folder(config)
+    # A run that goes on has as a rule made its warm start, and no longer needs what that imitated.
+    if config.model.warm_start is not None and not config.run.resume:
+        check_warm_start(config, config.model.warm_start)
+
+
+def check_environment(config: Config) -> None:
+    """Make the environment once.
+
+    Raises:
+        EnvironmentSetupError: unknown id, arguments that do not fit, or no text environment.
+    """
+    make(config.environment.id, config.environment.kwargs).close()
+
+
+def check_model_folder(config: Config) -> None:
+    """Read what describes the model at ``model.path``, if that is given; its weights are not read.
+
+    Raises:
+        ModelError, ChatError: a file is missing or describes something else.
+        ConfigError: the model is too small for the tokenizer or the context length.
+    """
+    path = config.model.path
+    if path is None:
+        return
+    model, chat = read_config(path), Chat(path)
+    if chat.vocabulary_size > model.vocab_size:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has {chat.vocabulary_size} tokens, its model vocab_size="
+            f"{model.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    if config.sampler.context_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"sampler.context_length={config.sampler.context_length}: the model at {path} was made for "
+            f"{model.max_position_embeddings} tokens; use at most that"
+        )
+
+
+def check_warm_start(config: Config, warm_start: WarmStartConfig) -> None:
+    """Tokenise the conversations of a file, or find out that the environment has a demonstrator.
+
+    Raises:
+        ConfigError: the file is missing, malformed, too long or too short, or nobody demonstrates.
+    """
+    if warm_start.conversations is None:
+        check_demonstrator(config, warm_start)
+        return
+    with TemporaryDirectory() as scratch:
+        folder = config.model.path
+        if folder is None:  # the tokenizer that the new model is going to have
+            folder = Path(scratch)
+            write_character_tokenizer(folder)
+        load_conversations(config, warm_start, Chat(folder))

@@ -1,0 +1,129 @@
+"""Samplers under test, and an independent reference for what they claim.
+
+Not in ``conftest.py``, whose name every test folder has: modules import what they need from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from actors.samplers.contract import Generation, SamplerError, SamplingParams
+from actors.samplers.local import LocalSampler
+from learner.models.config import ModelConfig
+from learner.models.decoder import attend_packed
+from learner.models.weights import abstract_model, from_hf, to_hf
+
+CONTEXT = 160
+TOLERANCE = 1e-4
+CONFIG = ModelConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=CONTEXT,
+)
+
+
+def make_weights(seed: int) -> dict[str, np.ndarray]:
+    """Random weights whose distributions are far from uniform, and differ between seeds."""
+    random = np.random.default_rng(seed)
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:  # the scale of a norm
+            return np.full(shape, 2.0, np.float32)
+        return random.standard_normal(shape, np.float32) * np.float32((2.0 / shape[1]) ** 0.5)
+
+    return {name: draw(shape) for name, shape in _SHAPES.items()}
+
+
+_SHAPES = {
+    name: array.shape
+    for name, array in to_hf(
+        CONFIG, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_model(CONFIG)[1])
+    ).items()
+}
+
+
+class Reference:
+    """A plain forward pass over the weights of every version."""
+
+    def __init__(self, weights: dict[int, dict[str, np.ndarray]]) -> None:
+        self.weights = weights
+
+    def reference(self, version: int, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """log p(next token | tokens so far), float32[T, V], by one forward pass over the whole sequence."""
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logprobs_RTV = _forward(from_hf(CONFIG, self.weights[version]), padded, np.float32(temperature or 1.0))
+        return np.asarray(logprobs_RTV)[0, : len(tokens)]
+
+    def worst_difference(self, prompt: np.ndarray, generation: Generation, temperature: float = 1.0) -> float:
+        """Largest |claimed - reference| log-probability, each token under the weights of its own version."""
+        tokens = np.concatenate([prompt, generation.tokens])
+        position = np.arange(len(prompt), len(tokens))
+        worst = 0.0
+        for version in np.unique(generation.versions):
+            own = generation.versions == version
+            reference_TV = self.reference(int(version), tokens, temperature)
+            expected = reference_TV[position[own] - 1, generation.tokens[own]]
+            worst = max(worst, float(np.abs(generation.logprobs[own] - expected).max()))
+        return worst
+
+
+class Served(Reference):
+    """A sampler, and the weights of every version published to it."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__({})
+        self.sampler = sampler
+        self.version = -1
+        self.refusal = self.run(self._sample_too_early())
+        self.run(self.publish())
+
+    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
+        async def bounded() -> T:
+            return await asyncio.wait_for(work, 120)
+
+        return asyncio.run(bounded())
+
+    async def publish(self) -> int:
+        self.version += 1
+        self.weights[self.version] = make_weights(seed=self.version)
+        return await self.sampler.update(self.version, self.weights[self.version])
+
+    async def _sample_too_early(self) -> Exception | None:
+        try:
+            await self.sampler.generate([1, 2, 3], SamplingParams(max_tokens=1))
+        except SamplerError as error:
+            return error
+        return None
+
+
+@jax.jit
+def _forward(params: nnx.State, tokens_RT: jax.Array, temperature: jax.Array) -> jax.Array:
+    model = nnx.merge(abstract_model(CONFIG)[0], params)
+    positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
+    hidden_RTH, _ = model(tokens_RT, positions_RT, attend_packed(jnp.ones_like(tokens_RT)))
+    return jax.nn.log_softmax(hidden_RTH @ model.output_VH.T / temperature, axis=-1)
+
+
+def make_local(**changes: Any) -> LocalSampler:
+    arguments: dict[str, Any] = {
+        "model": CONFIG,
+        "slots": 8,
+        "context_length": CONTEXT,
+        "on_update": "recompute",
+        "seed": 0,
+        "name": "under-test",
+    }
+    return LocalSampler(**(arguments | changes))
