@@ -68,10 +68,11 @@ class Buffer:
 
     def version(self) -> int:
         """Return the current policy version."""
-        value = self._connection.field("version")
-        if value is None:
-            raise not_open(self._keys, self._connection.where)
-        return int(value)
+        return self._field("version")
+
+    def announced(self) -> int:
+        """Return the newest version under which weights may have been handed out; -1 before the first."""
+        return self._field("announced")
 
     def stats(self) -> Stats:
         """Return what is in the buffer; its numbers are from one moment, so they add up."""
@@ -82,7 +83,7 @@ class Buffer:
         return int(self._run("begin_epoch")[1][0])
 
     def lease(self, epoch: int, version: int, timeout: float) -> Lease:
-        """Return the oldest ``groups_per_batch`` complete groups, none of them too stale for ``version``.
+        """Return the oldest ``groups_per_batch`` complete groups, none of them too old for ``version``.
 
         The same (epoch, version) again returns the same batch. What is too stale is evicted, and what is
         damaged or missing is taken out, counted and made up for.
@@ -97,24 +98,22 @@ class Buffer:
             Fenced: a newer epoch has begun.
         """
         start = time.monotonic()
-        fetch_seconds = 0.0
         decoded: dict[str, list[Trajectory]] = {}
         while True:
             sizes = self._claim(epoch, version, start, timeout)
-            claimed = time.monotonic()
             condemned = self._fetch({group: sizes[group] for group in sizes if group not in decoded}, decoded)
-            fetch_seconds += time.monotonic() - claimed
             if not condemned:
-                return Lease(
-                    epoch=epoch,
-                    version=version,
-                    groups=[decoded[group] for group in sizes],
-                    bytes=sum(map(sum, sizes.values())),
-                    wait_seconds=time.monotonic() - start - fetch_seconds,
-                    fetch_seconds=fetch_seconds,
-                )
+                return Lease(epoch=epoch, version=version, groups=[decoded[group] for group in sizes])
             for group, outcome in condemned.items():
                 self._run("condemn", epoch, int(version), group, outcome, QUARANTINE_SECONDS)
+
+    def announce(self, epoch: int, version: int) -> None:
+        """Say that weights are about to be handed out as ``version``, so that no later epoch reuses the number.
+
+        Raises:
+            Fenced: a newer epoch has begun.
+        """
+        self._run("announce", epoch, int(version))
 
     def ack(self, lease: Lease, version: int) -> None:
         """Consume ``lease``: its batch was trained on, and the samplers hold the resulting weights as ``version``.
@@ -155,6 +154,12 @@ class Buffer:
     def close(self) -> None:
         """Close the connections."""
         self._connection.close()
+
+    def _field(self, name: str) -> int:
+        value = self._connection.field(name)
+        if value is None:
+            raise not_open(self._keys, self._connection.where)
+        return int(value)
 
     def _run(self, name: str, *arguments: str | int) -> tuple[str, list[Any]]:
         return parse(self._connection.run(name, *arguments), self._keys, self._connection.where)

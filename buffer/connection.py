@@ -51,7 +51,8 @@ class Address:
             yield
         except (AuthenticationError, AuthorizationError) as error:
             raise BufferUnavailable(
-                f"Redis at {self.where} refused the user or password ({error}): correct them in buffer.url (redis://user:password@host:port)"
+                f"Redis at {self.where} refused the user or password ({error}): "
+                "correct them in buffer.url (redis://user:password@host:port)"
             ) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise BufferUnavailable(

@@ -18,17 +18,11 @@ class Lease:
         epoch: epoch of the learner gang that holds it.
         version: policy version that the batch is to be trained with; staleness was judged by it.
         groups: the trajectories of each group, ordered by index.
-        bytes: payload bytes of the batch.
-        wait_seconds: time until a whole batch was there.
-        fetch_seconds: time to fetch and decode it.
     """
 
     epoch: int
     version: int
     groups: list[list[Trajectory]]
-    bytes: int
-    wait_seconds: float
-    fetch_seconds: float
 
     @property
     def group_ids(self) -> list[str]:
@@ -44,11 +38,6 @@ class Lease:
     def staleness(self) -> np.ndarray:
         """int64[N], versions between the oldest sampled token of each trajectory and ``version``."""
         return np.array([self.version - trajectory.oldest_version for trajectory in self.trajectories])
-
-    @property
-    def staleness_min(self) -> int:
-        """Smallest staleness in the batch, in versions."""
-        return int(self.staleness.min())
 
     @property
     def staleness_mean(self) -> float:

@@ -6,6 +6,7 @@ idempotent, because a client that lost its connection cannot know whether the se
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from buffer.errors import BufferError, Fenced, FormatError, NotOpen
 
-CONTROL_FORMAT: Final = 1
+CONTROL_FORMAT: Final = 2
 """Number of the layout of the control state in Redis."""
 
 OUTCOMES: Final = ("acked", "stale", "expired", "abandoned", "quarantined", "lost")
@@ -42,6 +43,9 @@ class Limits:
     Attributes:
         max_staleness: most versions between the oldest sampled token of a trajectory and the version that
             trains on it; 0 is strictly on-policy.
+        max_age_seconds: most seconds between a group's reservation and its lease, by the server's clock; ``math.inf``
+            sets no bound. No token of a group is sampled before its reservation, so none is older than this when it is
+            leased. It counts on while a run is stopped.
         groups_per_batch: groups in one lease.
         group_size: trajectories in one group.
         max_bytes: bound on the payload bytes stored; must hold (max_staleness + 1) batches to run unhindered
@@ -51,6 +55,7 @@ class Limits:
     """
 
     max_staleness: int
+    max_age_seconds: float
     groups_per_batch: int
     group_size: int
     max_bytes: int
@@ -60,6 +65,7 @@ class Limits:
     def __post_init__(self) -> None:
         bounds = {
             "max_staleness": (0, 1_000_000),
+            "max_age_seconds": (0.001, math.inf),
             "groups_per_batch": (1, MAX_GROUPS_PER_BATCH),
             "group_size": (1, MAX_GROUP_SIZE),
             "max_bytes": (1, 1 << 50),
@@ -120,9 +126,9 @@ class Stats:
         ready: complete groups that wait for the learner.
         leased: groups that the learner holds.
         bytes: payload bytes stored.
-        tasks_dispatched: tasks issued so far, not counting those issued again.
         counters: what became of groups: ``reserved`` (all ever admitted), each of ``OUTCOMES``,
-            ``abandoned:<reason>``, ``redelivered`` and ``tasks_given_up``.
+            ``stale:age`` (those of the stale that only ``max_age_seconds`` made so), ``abandoned:<reason>``,
+            ``redelivered`` and ``tasks_given_up``.
         next_expiry_worker: worker whose slot expires first; empty without open slots.
         next_expiry_seconds: time until then.
     """
@@ -134,7 +140,6 @@ class Stats:
     ready: int
     leased: int
     bytes: int
-    tasks_dispatched: int
     counters: dict[str, int] = field(default_factory=dict)
     next_expiry_worker: str = ""
     next_expiry_seconds: float = 0.0
@@ -198,8 +203,8 @@ def script(name: str, flags: bool) -> Script:
     """Return the script ``name``; with ``flags``, as servers from 7.0 on want it.
 
     Above maxmemory a server refuses scripts that may write. Ours must still run, or a full store could never empty
-    itself: 7.0 lets them say so, and 6.2 judges by the first write, which here never is one that takes memory where
-    it matters. What a full store refuses is the payload, outside the scripts.
+    itself: 7.0 lets them say so, and 6.2 judges by the first write, which the ledger sees to. What a full store
+    refuses is the payload, outside the scripts.
     """
     folder = files("buffer") / "scripts"
     source = (folder / "ledger.lua").read_text("utf-8") + (folder / f"{name}.lua").read_text("utf-8")
@@ -208,11 +213,12 @@ def script(name: str, flags: bool) -> Script:
     return Script(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-def open_arguments(limits: Limits) -> tuple[int, ...]:
+def open_arguments(limits: Limits) -> tuple[int | str, ...]:
     """Arguments of the script ``open``."""
     return (
         CONTROL_FORMAT,
         limits.max_staleness,
+        "" if limits.max_age_seconds == math.inf else max(1, round(1000 * limits.max_age_seconds)),
         limits.groups_per_batch,
         limits.group_size,
         limits.max_bytes,
@@ -286,6 +292,7 @@ def parse_stats(rest: list[Any]) -> Stats:
         epoch=int(control["epoch"]),
         limits=Limits(
             max_staleness=int(control["max_staleness"]),
+            max_age_seconds=int(control["max_age_ms"]) / 1000 if control["max_age_ms"] else math.inf,
             groups_per_batch=int(control["groups_per_batch"]),
             group_size=int(control["group_size"]),
             max_bytes=int(control["max_bytes"]),
@@ -296,8 +303,7 @@ def parse_stats(rest: list[Any]) -> Stats:
         ready=ready,
         leased=leased,
         bytes=int(control["bytes"]),
-        tasks_dispatched=int(control["cursor"]),
-        counters=dict.fromkeys(("reserved", *OUTCOMES, "redelivered", "tasks_given_up"), 0)
+        counters=dict.fromkeys(("reserved", *OUTCOMES, "stale:age", "redelivered", "tasks_given_up"), 0)
         | {name: int(value) for name, value in counters.items()},
         next_expiry_worker=text(rest[5]),
         next_expiry_seconds=max(0.0, int(rest[6]) / 1000),

@@ -119,6 +119,8 @@ class EnvironmentConfig(Section):
     """Gymnasium id; ``module:Id`` imports a module that registers it."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the environment."""
+    evaluation_kwargs: dict[str, Any] = {}
+    """Keyword arguments added to these, or in place of them, for evaluation."""
     step_timeout_seconds: Seconds = 30.0
     """Longest that one reset or step may take, in seconds; the episode then ends as ``timeout``."""
 
@@ -167,6 +169,8 @@ class BufferConfig(Section):
     """Port of our own Redis; 0 takes a free one."""
     max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
     """Oldest that a trajectory may be when it is trained on, in policy versions; 0 is strictly on-policy."""
+    max_age_seconds: Seconds = 3600.0
+    """Oldest that a trajectory may be when it is trained on, in seconds since its group was begun."""
     groups_per_batch: Annotated[int, Field(ge=1, le=4096)]
     """Groups in one training batch."""
     group_size: Annotated[int, Field(ge=1, le=1024)]

@@ -31,12 +31,14 @@ def check_inputs(config: Config) -> None:
 
 
 def check_environment(config: Config) -> None:
-    """Make the environment once.
+    """Make the environment once as it is trained on, and once as it is evaluated on.
 
     Raises:
         EnvironmentSetupError: unknown id, arguments that do not fit, or no text environment.
     """
-    make(config.environment.id, config.environment.kwargs).close()
+    settings = config.environment
+    make(settings.id, settings.kwargs).close()
+    make(settings.id, settings.kwargs | settings.evaluation_kwargs).close()
 
 
 def check_model_folder(config: Config) -> None:

@@ -53,6 +53,7 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
     settings = config.buffer
     limits = Limits(
         max_staleness=settings.max_staleness,
+        max_age_seconds=settings.max_age_seconds,
         groups_per_batch=settings.groups_per_batch,
         group_size=settings.group_size,
         max_bytes=settings.max_bytes,
@@ -132,6 +133,7 @@ def start_workers(
             model_folder=model_folder,
             environment_id=config.environment.id,
             environment_kwargs=config.environment.kwargs,
+            evaluation_kwargs=config.environment.evaluation_kwargs,
             step_timeout_seconds=config.environment.step_timeout_seconds,
             threads=settings.environment_threads,
             agent=Agent(

@@ -24,7 +24,7 @@ class Restored(NamedTuple):
 
     Attributes:
         state: parameters, optimizer moments and step, on the devices asked for.
-        version: newest policy version that was published before it was written.
+        version: the newest policy version when it was written, which names these very weights.
     """
 
     state: TrainState

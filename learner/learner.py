@@ -97,7 +97,7 @@ class Learner:
     def start(self) -> None:
         """Take up the newest checkpoint if there is one, compile everything, publish the first version.
 
-        A run that has published before goes on with the next number: versions never go back, steps do.
+        A run that has handed out weights before goes on with the next number: versions never go back, steps do.
 
         Raises:
             ModelError: the checkpoint is of another model.
@@ -105,15 +105,15 @@ class Learner:
         """
         self._state = self._train.initialise(self._params)
         latest = self._checkpoints.latest()
-        published = self._buffer.version()
+        taken = self._buffer.announced()
         if latest is not None:
             self._state, saved_version = self._checkpoints.restore(latest, self._train.abstract_state)
             self._step = latest
-            published = max(published, saved_version)
+            taken = max(taken, saved_version)
             logger.info("going on from the checkpoint of step %d", latest)
         self._train.warm_up(self._state)
         self._epoch = self._buffer.begin_epoch()
-        self._version = published + 1 if latest is not None or published else 0
+        self._version = taken + 1
         self._publish(partial(self._buffer.advance, self._epoch, self._version))
         self._publisher.flush()
         self._compiled = self._compilations.count
@@ -211,7 +211,13 @@ class Learner:
 
     def _publish(self, acknowledge: Callable[[], None]) -> None:
         snapshot = self._train.snapshot(self._state.params)
-        self._publisher.publish(self._version, snapshot, partial(patiently, acknowledge, self._outage))
+        announce = partial(self._buffer.announce, self._epoch, self._version)
+        self._publisher.publish(
+            self._version,
+            snapshot,
+            announce=partial(patiently, announce, self._outage),
+            acknowledge=partial(patiently, acknowledge, self._outage),
+        )
 
     def _save(self) -> None:
         """Begin to write a checkpoint, of acknowledged batches only: others come again when the run is resumed."""

@@ -78,12 +78,15 @@ class Publisher:
         self.seconds = 0.0
         """How long the last finished publication took."""
 
-    def publish(self, version: int, params: nnx.State, acknowledge: Callable[[], None]) -> None:
+    def publish(
+        self, version: int, params: nnx.State, *, announce: Callable[[], None], acknowledge: Callable[[], None]
+    ) -> None:
         """Queue a version; waits while two are outstanding.
 
         Args:
             version: its number.
             params: its parameters; must not be donated to a later step.
+            announce: called before any sampler gets the weights: tells the buffer that the number is taken.
             acknowledge: called after every sampler acknowledged: tells the buffer.
 
         Raises:
@@ -91,7 +94,7 @@ class Publisher:
         """
         while self._outstanding and (self._outstanding[0][1].done() or len(self._outstanding) >= _MOST_OUTSTANDING):
             self._finish_oldest()
-        self._outstanding.append((version, self._thread.submit(self._run, version, params, acknowledge)))
+        self._outstanding.append((version, self._thread.submit(self._run, version, params, announce, acknowledge)))
 
     def flush(self) -> None:
         """Wait until everything queued is published.
@@ -125,8 +128,11 @@ class Publisher:
             self._failed = error
             raise
 
-    def _run(self, version: int, params: nnx.State, acknowledge: Callable[[], None]) -> None:
+    def _run(
+        self, version: int, params: nnx.State, announce: Callable[[], None], acknowledge: Callable[[], None]
+    ) -> None:
         start = time.monotonic()
+        announce()
         weights = to_hf(self._model, params)
         for attempt in range(1, self._attempts + 1):
             try:

@@ -31,8 +31,7 @@ local member = 'm' .. index
 if redis.call('HEXISTS', key, member) == 1 then
   return refuse('duplicate')
 end
-if number('version') - oldest > number('max_staleness') then
-  reissue(retire(group, 'stale'))
+if retire_if_stale(group, oldest, number('version')) then
   return refuse('stale')
 end
 if redis.call('EXISTS', staged) == 0 then

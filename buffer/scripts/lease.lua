@@ -1,8 +1,8 @@
 -- lease: hand the oldest complete groups to the learner as one batch.
--- Invariant: no trajectory older than max_staleness versions is ever leased. The check and the lease are this
--- one script, and it judges by the version that the batch is going to be trained with, which the learner passes.
--- A lease has exactly groups_per_batch groups or does not happen; the same (epoch, version) is the same batch,
--- topped up if some of its groups were condemned since.
+-- Invariant: no trajectory older than max_staleness versions or max_age_ms milliseconds is ever leased. The check and
+-- the lease are this one script, and it judges by the version that the batch is going to be trained with, which the
+-- learner passes. A lease has exactly groups_per_batch groups or does not happen; the same (epoch, version) is the
+-- same batch, topped up if some of its groups were condemned since, and not judged again.
 -- ARGV: epoch, version
 if not is_open() then
   return {'not_open'}
@@ -19,14 +19,11 @@ sweep()
 local held = redis.call('ZRANGEBYSCORE', leased, version, version)
 local need = number('groups_per_batch') - #held
 if need > 0 then
-  local oldest_allowed = version - number('max_staleness')
   local most = need + SWEEP
   local candidates = redis.call('ZRANGE', ready, 0, most - 1)
   local fresh = {}
   for _, group in ipairs(candidates) do
-    if tonumber(redis.call('HGET', group_key(group), 'oldest')) < oldest_allowed then
-      reissue(retire(group, 'stale'))
-    else
+    if not retire_if_stale(group, redis.call('HGET', group_key(group), 'oldest'), version) then
       fresh[#fresh + 1] = group
       if #fresh == need then
         break

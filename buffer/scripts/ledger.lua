@@ -4,12 +4,13 @@
 --   counter reserved = acked + stale + expired + abandoned + quarantined + lost + groups outstanding.
 --
 -- KEYS[1] is the run's control hash; all other keys share its hash tag and so its cluster slot:
---   control      hash   format, version, epoch, tickets, cursor, bytes, group_bytes and the limits
+--   control      hash   format, version, announced, epoch, tickets, cursor, bytes, group_bytes,
+--                       clock, set_back and the limits
 --   counters     hash   what became of groups
---   reserved     zset   group -> deadline in milliseconds of the server's clock
+--   reserved     zset   group -> deadline in milliseconds of the run's clock, see now()
 --   ready        zset   group -> ticket; the order in which slots were given is the order of leases
 --   leased       zset   group -> version of the lease that holds it
---   group:<g>    hash   task, ticket, size, worker, version, done, bytes, oldest, m<i> = bytes of member i
+--   group:<g>    hash   task, ticket, size, worker, version, born, done, bytes, oldest, m<i> = bytes of member i
 --   payload:<g>:<i>     bytes of a committed member
 --   past:<g>     string what became of a group, for a while, so that a late retry gets the right answer
 --   retry        list   tasks to issue again before new ones;  attempts  hash  task -> slots it failed in
@@ -20,6 +21,10 @@ local prefix = string.sub(control, 1, -8)
 local reserved, ready, leased = prefix .. 'reserved', prefix .. 'ready', prefix .. 'leased'
 local SWEEP = 64 -- groups per sweep: a script must not hold the server for long
 local PAST_SECONDS = 300
+
+-- A server before 7.0 that is full refuses a script whose first write may take memory. This one changes nothing and
+-- takes none, so that every script runs; newer servers are told by a flag.
+redis.call('PERSIST', control)
 
 local function number(field)
   return tonumber(redis.call('HGET', control, field))
@@ -33,9 +38,18 @@ local function count(name, n)
   redis.call('HINCRBY', prefix .. 'counters', name, n or 1)
 end
 
+-- The run's clock in milliseconds: the server's, plus whatever that was ever set back, so that it never goes back
+-- nor stands still. A script sees one moment.
+local moment
 local function now()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  if not moment then
+    local time = redis.call('TIME')
+    local clock = time[1] * 1000 + math.floor(time[2] / 1000)
+    local set_back = (number('set_back') or 0) + math.max(0, (number('clock') or 0) - clock)
+    redis.call('HSET', control, 'clock', clock, 'set_back', set_back)
+    moment = clock + set_back
+  end
+  return moment
 end
 
 local function group_key(group)
@@ -78,6 +92,22 @@ local function reissue(task)
     redis.call('HDEL', prefix .. 'attempts', task)
     count('tasks_given_up')
   end
+end
+
+-- Retire a group that is too stale to be trained with `version`, in versions or in seconds; return whether it was.
+-- `oldest` is the oldest version among its sampled tokens. None of them is older than its slot, whose age is the bound
+-- of theirs. `stale:age` counts those of the `stale` that only their age made so.
+local function retire_if_stale(group, oldest, version)
+  local old_version = version - oldest > number('max_staleness')
+  local age_ms = now() - redis.call('HGET', group_key(group), 'born')
+  if not old_version and age_ms <= (number('max_age_ms') or math.huge) then
+    return false
+  end
+  reissue(retire(group, 'stale'))
+  if not old_version then
+    count('stale:age')
+  end
+  return true
 end
 
 -- Retire slots whose deadline has passed; the rest of a long queue is left to the next call.

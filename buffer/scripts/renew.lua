@@ -9,8 +9,7 @@ if not redis.call('ZSCORE', reserved, group) then
   return {'gone'}
 end
 local oldest = tonumber(ARGV[2]) or tonumber(redis.call('HGET', group_key(group), 'version'))
-if number('version') - oldest > number('max_staleness') then
-  reissue(retire(group, 'stale'))
+if retire_if_stale(group, oldest, number('version')) then
   return {'stale'}
 end
 redis.call('ZADD', reserved, 'XX', now() + number('slot_ms'), group)

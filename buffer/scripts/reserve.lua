@@ -25,9 +25,10 @@ if redis.call('EXISTS', key) == 0 then
     return {'busy'}
   end
   local task = redis.call('LPOP', prefix .. 'retry') or redis.call('HINCRBY', control, 'cursor', 1) - 1
-  redis.call('HSET', key, 'task', task, 'ticket', redis.call('HINCRBY', control, 'tickets', 1),
+  local born = now()
+  redis.call('HSET', key, 'task', task, 'ticket', redis.call('HINCRBY', control, 'tickets', 1), 'born', born,
     'size', number('group_size'), 'worker', worker, 'version', number('version'), 'done', 0, 'bytes', 0)
-  redis.call('ZADD', reserved, now() + slot_ms, group)
+  redis.call('ZADD', reserved, born + slot_ms, group)
   count('reserved')
 end
 local task, size, version = unpack(redis.call('HMGET', key, 'task', 'size', 'version'))

@@ -36,25 +36,28 @@ def play(chat, sampler, *, environment=FROZEN_LAKE, seed=0, step_timeout_seconds
     return asyncio.run(episode())
 
 
-def expert(seed):
+def hasty(seed):
     demonstration = demonstrate(seed, {}, noise=0.0, rng=np.random.default_rng(0), max_turns=12)
     moves = iter([m["content"] for m in demonstration.messages if m["role"] == "assistant"])
     return demonstration, lambda _: next(moves)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_an_episode_of_the_expert_has_the_tokens_and_mask_of_its_demonstration(chat, character_folder, seed):
-    demonstration, reply = expert(seed)
+@pytest.mark.parametrize(("seed", "success"), [(0, False), (1, False), (2, True)])
+def test_an_episode_of_the_hasty_walker_has_the_tokens_and_mask_of_its_demonstration(
+    chat, character_folder, seed, success
+):
+    demonstration, reply = hasty(seed)
     trajectory = play(chat, scripted.ScriptedSampler(character_folder, reply, version=5), seed=seed)
     tokens, loss_mask = chat.supervised(demonstration.messages)
     assert trajectory.tokens.tolist() == tokens.tolist()
     assert trajectory.loss_mask.tolist() == loss_mask.tolist()
     assert trajectory.status is Status.COMPLETED
-    assert trajectory.reward == 1.0
-    assert trajectory.rewards.tolist() == [0.0] * (len(trajectory.rewards) - 1) + [1.0]
+    assert demonstration.success == success
+    assert trajectory.reward == float(success)
+    assert trajectory.rewards.tolist() == [0.0] * (len(trajectory.rewards) - 1) + [float(success)]
     assert (trajectory.task, trajectory.group, trajectory.index, trajectory.sampler) == (7, "g", 3, "scripted")
     turns = len(trajectory.rewards)
-    assert trajectory.metadata == {"seed": seed, "success": True, "turns": turns, "invalid_moves": 0}
+    assert trajectory.metadata == {"seed": seed, "success": success, "turns": turns, "invalid_moves": 0}
     assert set(trajectory.timings) == {"sampler", "environment", "total"}
 
 

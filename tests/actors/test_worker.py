@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,16 @@ from buffer.trajectory import Status
 AGENT = Agent(
     system_prompt=None, max_turns=12, max_tokens_per_turn=10, context_length=384, request_timeout_seconds=30.0
 )
-LIMITS = Limits(max_staleness=1, groups_per_batch=2, group_size=3, max_bytes=10**8, slot_seconds=30.0, max_attempts=2)
+LIMITS = Limits(
+    max_staleness=1,
+    max_age_seconds=600.0,
+    max_age_seconds=math.inf,
+    groups_per_batch=2,
+    group_size=3,
+    max_bytes=10**8,
+    slot_seconds=30.0,
+    max_attempts=2,
+)
 
 
 @pytest.fixture(scope="module")

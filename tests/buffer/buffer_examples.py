@@ -1,5 +1,7 @@
 """Trajectories and limits for tests."""
 
+import math
+
 import numpy as np
 
 from buffer import Limits, Status, Trajectory
@@ -8,6 +10,7 @@ from buffer import Limits, Status, Trajectory
 def limits(**changes):
     values = {
         "max_staleness": 1,
+        "max_age_seconds": math.inf,
         "groups_per_batch": 2,
         "group_size": 2,
         "max_bytes": 1 << 30,

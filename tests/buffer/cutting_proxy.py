@@ -1,6 +1,7 @@
 """A TCP proxy that cuts a connection at the worst moments."""
 
 import contextlib
+import select
 import socket
 import threading
 
@@ -30,18 +31,22 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client):
-        """Forward one request, then its reply, and so on: the clients never send a request before they have that."""
+        """Forward both ways, in whatever pieces the data come, until one side or the cut ends it."""
+        losing_reply = False
         with client, socket.create_connection(self._target) as server, contextlib.suppress(OSError):
-            while request := client.recv(1 << 20):
-                moment = None
-                if b"EVALSHA" in request:
-                    moment, self._moment = self._moment, None
-                if moment == "before":
-                    self.cuts += 1
-                    return
-                server.sendall(request)
-                reply = server.recv(1 << 20)
-                if moment == "after":
-                    self.cuts += 1
-                    return
-                client.sendall(reply)
+            other = {client: server, server: client}
+            while True:
+                for source in select.select(list(other), [], [])[0]:
+                    data = source.recv(1 << 20)
+                    if source is client and b"EVALSHA" in data:
+                        moment, self._moment = self._moment, None
+                        losing_reply = moment == "after"
+                        if moment == "before":
+                            self.cuts += 1
+                            return
+                    elif source is server and losing_reply:
+                        self.cuts += 1
+                        return
+                    if not data:
+                        return
+                    other[source].sendall(data)

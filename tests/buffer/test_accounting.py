@@ -1,7 +1,7 @@
 """The whole protocol against a model in plain Python: random walks, compared after every operation.
 
 The model says what each call must return, where every group is, and what every counter holds. The clock and
-damage are part of the walk: a slot's deadline is moved into the past, payloads are damaged or deleted.
+damage are part of the walk: a deadline or a reservation is moved into the past, payloads are damaged or deleted.
 """
 
 import random
@@ -15,7 +15,7 @@ from buffer_examples import limits, trajectory
 from buffer import OUTCOMES, AsyncBuffer, Buffer, BufferError, Commit, Fenced, WaitTimeout, encode
 
 _EVERYTHING = (
-    *(*OUTCOMES, "redelivered", "tasks_given_up", "lease", "lease ahead", "release"),
+    *(*OUTCOMES, "stale:age", "redelivered", "tasks_given_up", "lease", "lease ahead", "release"),
     *(f"commit {answer}" for answer in Commit),
     *("ack", "repeated ack", "ack of an old epoch", "ack of a lease that is over"),
 )
@@ -27,6 +27,7 @@ class Group:
     version: int
     state: str = "reserved"
     lease: int = -1
+    too_old: bool = False
     members: dict[int, int] = field(default_factory=dict)
     damage: str = ""
 
@@ -39,7 +40,7 @@ class Model:
         self.groups = {}  # in ticket order, whatever became of them
         self.retry, self.attempts = [], {}
         self.version = self.epoch = self.cursor = 0
-        self.counters = dict.fromkeys(("reserved", *OUTCOMES, "redelivered", "tasks_given_up"), 0)
+        self.counters = dict.fromkeys(("reserved", *OUTCOMES, "stale:age", "redelivered", "tasks_given_up"), 0)
 
     def ids(self, *states):
         return [group for group, about in self.groups.items() if about.state in states]
@@ -58,6 +59,14 @@ class Model:
             del self.attempts[about.task]
             self.counters["tasks_given_up"] += 1
 
+    def retire_if_stale(self, group, oldest, version):
+        old_version = version - oldest > self.bounds.max_staleness
+        if old_version or self.groups[group].too_old:
+            self.retire(group, "stale")
+            self.counters["stale:age"] += not old_version
+            return True
+        return False
+
     def may_reserve(self):
         return len(self.ids("reserved", "ready", "leased")) < self.bounds.max_groups
 
@@ -73,8 +82,7 @@ class Model:
             return {"acked": Commit.DUPLICATE, "stale": Commit.STALE}.get(about.state, Commit.EXPIRED)
         if index in about.members:
             return Commit.DUPLICATE
-        if self.version - oldest > self.bounds.max_staleness:
-            self.retire(group, "stale")
+        if self.retire_if_stale(group, oldest, self.version):
             return Commit.STALE
         about.members[index] = oldest
         if len(about.members) == self.bounds.group_size:
@@ -88,9 +96,7 @@ class Model:
         for group in self.ids("ready"):
             if len(held) + len(fresh) == self.bounds.groups_per_batch:
                 break
-            if version - min(self.groups[group].members.values()) > self.bounds.max_staleness:
-                self.retire(group, "stale")
-            else:
+            if not self.retire_if_stale(group, min(self.groups[group].members.values()), version):
                 fresh.append(group)
         if len(held) + len(fresh) < self.bounds.groups_per_batch:
             return None
@@ -117,6 +123,7 @@ class Walk:
         self.rng, self.call = rng, call
         bounds = limits(
             max_staleness=rng.randint(0, 2),
+            max_age_seconds=3600,
             groups_per_batch=rng.randint(1, 3),
             group_size=rng.randint(1, 2),
             max_attempts=rng.randint(1, 3),
@@ -143,6 +150,7 @@ class Walk:
             self.renew: 2,
             self.abandon: 1,
             self.expire: 1,
+            self.grow_old: 1,
             self.damage: 1,
             self.lease: 6,
             self.ack: 4,
@@ -188,11 +196,9 @@ class Walk:
             about = self.model.groups[group]
             given = self.rng.choice([None, max(0, self.model.version - self.rng.randint(0, 3))])
             oldest = about.version if given is None else given
-            fresh = self.model.version - oldest <= self.model.bounds.max_staleness
             is_open = about.state == "reserved"
-            assert self.call(self.workers.renew(group, given)) == (is_open and fresh)
-            if is_open and not fresh:
-                self.model.retire(group, "stale")
+            renewed = is_open and not self.model.retire_if_stale(group, oldest, self.model.version)
+            assert self.call(self.workers.renew(group, given)) == renewed
 
     def abandon(self):
         if group := self.pick():
@@ -206,6 +212,11 @@ class Walk:
             self.raw.zadd(f"{self.prefix}reserved", {group: 1})
             self.buffer.stats()
             self.model.retire(group, "expired")
+
+    def grow_old(self):
+        if group := self.pick("reserved", "ready", "leased"):
+            self.raw.hset(f"{self.prefix}group:{group}", "born", 1)
+            self.model.groups[group].too_old = True
 
     def damage(self):
         group = self.pick("ready", "leased")
@@ -297,7 +308,7 @@ class Walk:
             len(model.ids(state)) for state in ("reserved", "ready", "leased")
         )
         assert stats.outstanding <= model.bounds.max_groups
-        assert (stats.version, stats.epoch, stats.tasks_dispatched) == (model.version, model.epoch, model.cursor)
+        assert (stats.version, stats.epoch) == (model.version, model.epoch)
 
         members = {(g, i): about.damage for g, about in model.groups.items() for i in about.members}
         names = {member: f"{self.prefix}payload:{member[0]}:{member[1]}" for member in members}

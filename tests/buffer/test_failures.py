@@ -121,7 +121,11 @@ def test_a_full_store_is_back_pressure_and_acks_empty_it(tmp_path):
         raw.config_set("maxmemory", 1)
         with pytest.raises(BufferFull, match=r"lower buffer\.max_bytes"):
             runner.run(workers.commit(trajectory(slot.group, 0)))
+        buffer.open(limits(max_staleness=9, groups_per_batch=1))
+        assert runner.run(workers.renew(slot.group))
+        epoch = buffer.begin_epoch()
         buffer.ack(buffer.lease(epoch, 0, timeout=0), 1)
+        buffer.advance(epoch, 1)
         stats = buffer.stats()
         assert (stats.version, stats.reserved, stats.outstanding, stats.unaccounted) == (1, 1, 1, 0)
 

@@ -89,6 +89,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
             self.buffer.open(
                 Limits(
                     max_staleness=max_staleness,
+                    max_age_seconds=600.0,
                     groups_per_batch=GROUPS,
                     group_size=GROUP_SIZE,
                     max_bytes=1 << 24,
@@ -196,6 +197,18 @@ def test_a_stopped_run_saves_and_goes_on_with_the_next_version(run) -> None:
         again.run(3, threading.Event(), records.append)
         again.close()
     assert [(record["step"], record["version"]) for record in records] == [(1, 0), (2, 1), (3, 3)]
+
+
+def test_a_version_that_samplers_may_hold_is_never_given_to_other_weights(run) -> None:
+    run.open(2)
+    learner = run.learner()
+    learner.start()
+    learner.close()
+    run.buffer.announce(1, 1)  # as a learner does that dies while it hands out version 1
+    again = run.learner()
+    again.start()
+    again.close()
+    assert again.version == run.buffer.version() == 2
 
 
 def test_a_stop_ends_the_wait_for_a_batch(run) -> None:

@@ -29,6 +29,9 @@ class Samplers:
         self.events.append(("sent", version))
         self.weights = weights
 
+    def announce(self, version: int):
+        return lambda: self.events.append(("announced", version))
+
     def acknowledge(self, version: int):
         return lambda: self.events.append(("acknowledged", version))
 
@@ -41,9 +44,13 @@ def test_the_buffer_learns_of_a_version_after_the_samplers_and_in_order(model, p
     samplers = Samplers()
     publisher = make_publisher(model, samplers)
     for version in range(4):
-        publisher.publish(version, params, samplers.acknowledge(version))
+        publisher.publish(
+            version, params, announce=samplers.announce(version), acknowledge=samplers.acknowledge(version)
+        )
     publisher.flush()
-    assert samplers.events == [(what, version) for version in range(4) for what in ("sent", "acknowledged")]
+    assert samplers.events == [
+        (what, version) for version in range(4) for what in ("announced", "sent", "acknowledged")
+    ]
     for name, tensor in to_hf(model, params).items():
         np.testing.assert_array_equal(samplers.weights[name], tensor)
     publisher.close()
@@ -53,11 +60,11 @@ def test_publication_runs_beside_its_caller_but_never_more_than_two(model, param
     samplers = Samplers()
     samplers.gate.clear()
     publisher = make_publisher(model, samplers, timeout_seconds=0.05)
-    publisher.publish(1, params, samplers.acknowledge(1))
-    publisher.publish(2, params, samplers.acknowledge(2))
-    assert samplers.events == []
+    publisher.publish(1, params, announce=samplers.announce(1), acknowledge=samplers.acknowledge(1))
+    publisher.publish(2, params, announce=samplers.announce(2), acknowledge=samplers.acknowledge(2))
+    assert ("sent", 1) not in samplers.events
     with pytest.raises(PublicationError, match=r"version 1 is not published after 0\.05 s"):
-        publisher.publish(3, params, samplers.acknowledge(3))
+        publisher.publish(3, params, announce=samplers.announce(3), acknowledge=samplers.acknowledge(3))
     samplers.gate.set()
     publisher.close()
 
@@ -65,19 +72,19 @@ def test_publication_runs_beside_its_caller_but_never_more_than_two(model, param
 def test_a_sampler_that_fails_once_is_tried_again(model, params) -> None:
     samplers = Samplers(failures=1)
     publisher = make_publisher(model, samplers)
-    publisher.publish(1, params, samplers.acknowledge(1))
+    publisher.publish(1, params, announce=samplers.announce(1), acknowledge=samplers.acknowledge(1))
     publisher.flush()
-    assert samplers.events == [("failed", 1), ("sent", 1), ("acknowledged", 1)]
+    assert samplers.events == [("announced", 1), ("failed", 1), ("sent", 1), ("acknowledged", 1)]
     publisher.close()
 
 
 def test_a_sampler_that_keeps_failing_is_named_and_the_buffer_is_not_told(model, params) -> None:
     samplers = Samplers(failures=9)
     publisher = make_publisher(model, samplers, attempts=2)
-    publisher.publish(1, params, samplers.acknowledge(1))
+    publisher.publish(1, params, announce=samplers.announce(1), acknowledge=samplers.acknowledge(1))
     with pytest.raises(PublicationError, match=r"version 1 could not be published in 2 attempts: sampler left-0"):
         publisher.flush()
-    assert samplers.events == [("failed", 1), ("failed", 1)]
+    assert samplers.events == [("announced", 1), ("failed", 1), ("failed", 1)]
     publisher.close()
 
 
@@ -86,7 +93,7 @@ def test_an_error_of_the_buffer_reaches_the_learner(model, params) -> None:
         raise ValueError("fenced")
 
     publisher = make_publisher(model, Samplers())
-    publisher.publish(1, params, refuse)
+    publisher.publish(1, params, announce=lambda: None, acknowledge=refuse)
     with pytest.raises(ValueError, match="fenced"):
         publisher.flush()
     publisher.close()

@@ -69,7 +69,7 @@ class SlotCache:
         self.length_S = np.zeros(slots, np.int32)
         self.cached_S = np.zeros(slots, np.int32)
         self.busy_S = np.zeros(slots, bool)
-        self._outdated_S = np.zeros(slots, bool)  # busy, with keys that older weights computed
+        self._outdated_S: np.ndarray = np.zeros(slots, bool)  # busy, with keys that older weights computed
         self._released_S = np.zeros(slots, np.int64)
         self._releases = 0
 
