@@ -30,7 +30,8 @@ def summarise_run(
         end; ``max_logprob_difference`` is over all tokens that were trained by the very version that had sampled them,
         None if there were none. In ``groups``, ``reserved`` is the sum of all the others.
     """
-    steps = [record for record in records if record["kind"] == "step"]
+    # A run resumed after a crash makes the steps after its checkpoint again: the last record of each counts.
+    steps = list({record["step"]: record for record in records if record["kind"] == "step"}.values())
     evaluations = [record for record in records if record["kind"] == "evaluation"]
     last_step = int(steps[-1]["step"]) if steps else 0
     before = next((e for e in evaluations if e["step"] == 0), None)
@@ -67,7 +68,7 @@ def outcome_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "success before": _share(summary["success_before"]),
         "success after": _share(summary["success_after"]),
         "steps": f"{summary['steps']}, {summary['trajectories_trained']} trajectories",
-        "staleness": f"at most {summary['staleness_max_trained']}, allowed {summary['staleness_limit']}",
+        "staleness": f"at most {summary['staleness_max_trained'] or 0}, allowed {summary['staleness_limit']}",
         "learner idle": _share(summary["learner_idle_fraction"]),
         "compilations after warm-up": str(summary["compilations_after_warmup"]),
         "groups": ", ".join(f"{count} {name}" for name, count in groups.items() if count),

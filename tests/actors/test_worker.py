@@ -22,7 +22,6 @@ AGENT = Agent(
 )
 LIMITS = Limits(
     max_staleness=1,
-    max_age_seconds=600.0,
     max_age_seconds=math.inf,
     groups_per_batch=2,
     group_size=3,
