@@ -69,15 +69,7 @@ def ray_runtime(*, cpus: float, dashboard: bool, metrics_port: int) -> Iterator[
 
     try:
         if local:
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
-                include_dashboard=dashboard,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _metrics_export_port=metrics_port or None,
-            )
+            _start(max(os.cpu_count() or 1, math.ceil(cpus)), dashboard, metrics_port)
         else:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -92,6 +84,28 @@ def ray_runtime(*, cpus: float, dashboard: bool, metrics_port: int) -> Iterator[
         )
     finally:
         ray.shutdown()
+
+
+def _start(cpus: int, dashboard: bool, metrics_port: int) -> None:
+    """Start a local Ray, if need be twice: it gives itself 30 seconds, which a busy machine can miss."""
+    import ray
+
+    for attempt in (1, 2):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=dashboard,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _metrics_export_port=metrics_port or None,
+            )
+            return
+        except Exception as error:  # Ray raises no narrower one
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
 
 
 def jax_environment(threads: int) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Batch:
 
     Attributes:
         lease: what it was made from; to be acknowledged after the step.
-        micro_batches: of shapes of the ladder; none if no group says anything about the policy.
+        micro_batches: of shapes of the ladder; none if there is no group to train on.
         facts: reward_mean, success_mean, staleness_mean, staleness_max, tokens, trajectories,
             zero_variance_groups and padding_fraction.
     """
@@ -55,6 +55,7 @@ class Stream:
         *,
         ladder: Ladder,
         advantage: Advantage,
+        train_uniform_groups: bool,
         put: Callable[[Rows], Rows],
         timeout_seconds: float,
         outage_seconds: float,
@@ -67,6 +68,8 @@ class Stream:
             epoch: of this learner gang.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
+            train_uniform_groups: whether groups of equal rewards are trained on, too: they have advantage 0, but other
+                terms of the objective may learn from them.
             put: places a micro-batch on the devices.
             timeout_seconds: longest wait for one batch.
             outage_seconds: how long the buffer may be away.
@@ -74,6 +77,7 @@ class Stream:
         """
         self._buffer, self._epoch = buffer, epoch
         self._ladder, self._advantage, self._put = ladder, advantage, put
+        self._train_uniform_groups = train_uniform_groups
         self._timeout, self._outage = timeout_seconds, outage_seconds
         self._stop, self._closing = stop, threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -123,11 +127,11 @@ class Stream:
         reward_NG = np.array([[trajectory.reward for trajectory in group] for group in lease.groups])
         advantage_NG = self._advantage(reward_NG)
         informative_N = np.count_nonzero(advantage_NG, axis=1) > 0
-        # A group of equal rewards has no gradient: it is not computed, nor counted in the denominator.
+        # Without other terms a group of equal rewards has no gradient: it is not computed, nor in the denominator.
         examples = [
             Example(t.tokens, t.loss_mask, t.logprobs, t.versions, float(advantage))
             for group, advantage_G, informative in zip(lease.groups, advantage_NG, informative_N, strict=True)
-            if informative
+            if informative or self._train_uniform_groups
             for t, advantage in zip(group, advantage_G, strict=True)
         ]
         packed = pack(examples, self._ladder)
