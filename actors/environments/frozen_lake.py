@@ -87,12 +87,12 @@ class FrozenLakeText(gymnasium.Env[str, str]):
         success = self._cells[self._position] == "G"
         return self._grid(), float(reward), terminated, truncated, {"success": success, "invalid_move": False}
 
-    def moves_nearer(self) -> str:
-        """The moves that bring the agent nearer to the goal as the crow flies; holes are not looked at."""
+    def moves_straight(self) -> str:
+        """The moves that keep the agent on the straight line to the goal; holes are not looked at."""
         row, column = divmod(self._position, self._size)
         goal_row, goal_column = divmod(self._cells.index("G"), self._size)
-        near = {"L": goal_column < column, "D": goal_row > row, "R": goal_column > column, "U": goal_row < row}
-        return "".join(move for move in MOVES if near[move])
+        down, right = goal_row - row, goal_column - column  # never negative: the goal is the last cell
+        return "D" * (down >= right) + "R" * (right >= down)
 
     def _draw(self, seed: int) -> list[str]:
         """The map of ``seed``: for a split the first in it among the maps of seeds that ``seed`` gives."""
@@ -138,7 +138,7 @@ def demonstrate(
     max_turns: int,
     system_prompt: str | None = None,
 ) -> Demonstration:
-    """Let a hasty walker play one episode in the real environment: it heads for the goal and does not see holes.
+    """Let a hasty walker play one episode in the real environment: it heads straight for the goal and does not see holes.
 
     Who imitates it learns how moves are written and where the goal lies. What a hole is, it has to find out itself.
 
@@ -154,7 +154,7 @@ def demonstrate(
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     observation, info = environment.reset(seed=seed)
     for _ in range(max_turns):
-        moves = MOVES if rng.random() < noise else environment.moves_nearer()
+        moves = MOVES if rng.random() < noise else environment.moves_straight()
         move = moves[rng.integers(len(moves))]
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": move}]
         observation, _, terminated, truncated, info = environment.step(move)

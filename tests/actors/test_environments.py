@@ -93,13 +93,13 @@ def test_demonstrations_keep_to_the_split():
     assert not first_maps("train") & first_maps("evaluation")
 
 
-def test_the_hasty_walker_only_ever_goes_towards_the_goal_and_ends_in_a_hole_if_one_is_there():
+def test_the_hasty_walker_goes_straight_for_the_goal_and_into_a_hole_if_one_is_there():
     successes = 0
     for seed in range(100):
         demonstration = demonstrate(seed, {}, noise=0.0, rng=np.random.default_rng(seed), max_turns=50)
         moves = [m["content"] for m in demonstration.messages if m["role"] == "assistant"]
         assert set(moves) <= {"D", "R"}
-        assert moves.count("D") <= 3 and moves.count("R") <= 3
+        assert all(abs(moves[:n].count("D") - moves[:n].count("R")) <= 1 for n in range(7))
         board = generate_random_map(size=4, p=0.8, seed=seed)
         assert board[moves.count("D")][moves.count("R")] == ("G" if demonstration.success else "H")
         successes += demonstration.success
