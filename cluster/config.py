@@ -304,6 +304,10 @@ class ObjectiveConfig(Section):
     """Clipped importance-weighted policy gradient against the behaviour log-probabilities."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """Reward minus the mean of its group, divided by the group's standard deviation (``grpo``) or not (``dr_grpo``)."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """Whether every turn gets the advantage of the whole trajectory, or that of the discounted return from it on."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Weight of a reward one turn later; only ``credit: turn`` reads it."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The importance ratio is clipped below at 1 − this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28

@@ -22,18 +22,19 @@ from ray.exceptions import GetTimeoutError, RayError
 from actors.chat import Chat
 from actors.tokenizers import write_character_tokenizer
 from buffer import Buffer
-from cluster.config import ArchitectureConfig, Config, OptimizerConfig
+from cluster.config import ArchitectureConfig, Config, ObjectiveConfig, OptimizerConfig
 from cluster.conversations import Tokenised
 from learner.checkpoints import Checkpoints
 from learner.learner import Learner, Record
 from learner.mesh import make_mesh
 from learner.models.config import ModelConfig
 from learner.models.weights import initial_params, read_model, write_model
-from learner.objectives import ADVANTAGES, POLICY_LOSSES, Objective, cross_entropy
+from learner.objectives import ADVANTAGES, POLICY_LOSSES, Objective, cross_entropy, trajectory_credit, turn_credit
 from learner.optimizer import make_optimizer
 from learner.packing import Ladder
 from learner.publisher import BroadcastError, Publisher
 from learner.step import TrainStep
+from learner.stream import Advantage
 from learner.supervised import supervised_example, train_supervised
 
 PUBLISH_ATTEMPTS = 3
@@ -111,7 +112,7 @@ class LearnerActor:
             self._step(model, settings.optimizer, settings.steps, loss, self._config.sampler.temperature),
             params,
             ladder=self._ladder,
-            advantage=ADVANTAGES[objective.advantage],
+            advantage=_credit(objective),
             train_uniform_groups=objective.entropy_bonus > 0,
             buffer=Buffer(buffer_url, run, timeout_seconds=self._config.buffer.timeout_seconds),
             publisher=Publisher(
@@ -188,6 +189,13 @@ class LearnerActor:
         if self._learner is None:
             raise RuntimeError("the learner is not started; call start first")
         return self._learner
+
+
+def _credit(objective: ObjectiveConfig) -> Advantage:
+    advantage = ADVANTAGES[objective.advantage]
+    if objective.credit == "turn":
+        return partial(turn_credit, advantage=advantage, discount=objective.discount)
+    return partial(trajectory_credit, advantage=advantage)
 
 
 def broadcast(

@@ -4,12 +4,12 @@ An objective returns sums over the trained tokens it saw, and their number besid
 division happens once per batch, after micro-batches and devices have been added up, so how a
 batch is cut never changes its gradient.
 
-Axes: R = rows, T = tokens of a row, N = groups, G = trajectories of a group.
+Axes: R = rows, T = tokens of a row, N = groups, G = trajectories of a group, K = turns of a trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -96,6 +96,51 @@ _EQUAL = 1e-6
 """Rewards closer than this are equal: their spread is rounding."""
 
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+
+
+def trajectory_credit(
+    rewards: Sequence[np.ndarray], *, advantage: Callable[[np.ndarray], np.ndarray]
+) -> list[np.ndarray]:
+    """Every turn of a trajectory gets the advantage of its total reward.
+
+    Args:
+        rewards: float32[K] of each trajectory of one group, K turns each.
+        advantage: one of ``ADVANTAGES``.
+
+    Returns:
+        float32[K] of each trajectory.
+    """
+    total_1G = np.array([[reward_K.sum() for reward_K in rewards]])
+    return [
+        np.full(len(reward_K), value, np.float32)
+        for reward_K, value in zip(rewards, advantage(total_1G)[0], strict=True)
+    ]
+
+
+def turn_credit(
+    rewards: Sequence[np.ndarray], *, advantage: Callable[[np.ndarray], np.ndarray], discount: float
+) -> list[np.ndarray]:
+    """Every turn gets the advantage of the discounted return from it on, among all turns of the group.
+
+    ``G_k = Σ_{j ≥ k} γ^{j − k}·r_j`` (Sutton & Barto 2018, eq. 3.8; turns of language agents as steps of a decision
+    process: Zeng et al. 2025). What ended an episode is blamed more than what came long before.
+
+    Args:
+        rewards: float32[K] of each trajectory of one group, K turns each.
+        advantage: one of ``ADVANTAGES``, applied to the returns of all turns together.
+        discount: γ, in (0, 1].
+
+    Returns:
+        float32[K] of each trajectory.
+    """
+    returns = []
+    for reward_K in rewards:
+        return_K, following = np.zeros(len(reward_K)), 0.0
+        for turn in reversed(range(len(reward_K))):
+            return_K[turn] = following = reward_K[turn] + discount * following
+        returns.append(return_K)
+    ends = np.cumsum([len(return_K) for return_K in returns])[:-1]
+    return np.split(advantage(np.concatenate(returns)[None])[0], ends)
 
 
 def ppo_clip(

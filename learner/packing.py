@@ -34,14 +34,14 @@ class Example:
         mask: bool[S], true where the token is trained; may have holes.
         logprobs: float32[S], behaviour log-probability; read where ``mask`` is true.
         versions: int32[S], policy version that sampled the token.
-        advantage: how much better than expected the sequence did.
+        advantages: float32[S], how much better than expected the choice of each token was; read where ``mask`` is true.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    advantage: float
+    advantages: np.ndarray
 
 
 class Rows(NamedTuple):
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         mask: bool, whether that target is trained.
         logprobs: float32, behaviour log-probability of the target.
         versions: int32, policy version that sampled the target.
-        advantages: float32, advantage of the target's sequence.
+        advantages: float32, advantage of the target.
     """
 
     tokens: Array
@@ -196,6 +196,6 @@ def _micro_batch(examples: Sequence[Example], rows: Sequence[_Row], shape: tuple
             batch.mask[r, predicting] = example.mask[1:]
             batch.logprobs[r, predicting] = example.logprobs[1:]
             batch.versions[r, predicting] = example.versions[1:]
-            batch.advantages[r, predicting] = example.advantage
+            batch.advantages[r, predicting] = example.advantages[1:]
             start += size
     return batch

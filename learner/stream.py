@@ -4,14 +4,14 @@ A batch is leased with the version that is going to train it, so its staleness i
 true when it is used. With ``max_staleness=0`` the next batch therefore cannot exist before the
 weights it needs are published, and the same code is strictly synchronous.
 
-Axes: N = groups, G = trajectories of a group.
+Axes: T = tokens of a trajectory, K = its turns.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,8 @@ from learner.patience import patiently
 _LOOK_SECONDS = 0.5
 """How often a wait for trajectories looks whether it should stop."""
 
-type Advantage = Callable[[np.ndarray], np.ndarray]
-"""reward_NG → advantage_NG."""
+type Advantage = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+"""Rewards of the turns of each trajectory of a group, float32[K] → their advantages, float32[K]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,26 +124,40 @@ class Stream:
         return None
 
     def _prepare(self, lease: Lease) -> Batch:
-        reward_NG = np.array([[trajectory.reward for trajectory in group] for group in lease.groups])
-        advantage_NG = self._advantage(reward_NG)
-        informative_N = np.count_nonzero(advantage_NG, axis=1) > 0
+        advantages = [self._advantage([t.rewards for t in group]) for group in lease.groups]
+        informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
         # Without other terms a group of equal rewards has no gradient: it is not computed, nor in the denominator.
         examples = [
-            Example(t.tokens, t.loss_mask, t.logprobs, t.versions, float(advantage))
-            for group, advantage_G, informative in zip(lease.groups, advantage_NG, informative_N, strict=True)
-            if informative or self._train_uniform_groups
-            for t, advantage in zip(group, advantage_G, strict=True)
+            Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(advantage_K, t.loss_mask))
+            for group, group_advantages, useful in zip(lease.groups, advantages, informative, strict=True)
+            if useful or self._train_uniform_groups
+            for t, advantage_K in zip(group, group_advantages, strict=True)
         ]
         packed = pack(examples, self._ladder)
         trajectories = lease.trajectories
         facts = {
-            "reward_mean": float(reward_NG.mean()),
+            "reward_mean": float(np.mean([t.reward for t in trajectories])),
             "success_mean": float(np.mean([float(t.metadata.get("success", 0.0)) for t in trajectories])),
             "staleness_mean": lease.staleness_mean,
             "staleness_max": lease.staleness_max,
             "tokens": sum(len(t.tokens) for t in trajectories),
             "trajectories": len(trajectories),
-            "zero_variance_groups": int(np.count_nonzero(~informative_N)),
+            "zero_variance_groups": informative.count(False),
             "padding_fraction": padding_fraction(packed),
         }
         return Batch(lease, [self._put(rows) for rows in packed], facts)
+
+
+def spread(advantage_K: np.ndarray, mask_T: np.ndarray) -> np.ndarray:
+    """Give every sampled token the advantage of its turn; a turn is one run of sampled tokens.
+
+    Raises:
+        ValueError: there are more or fewer runs than turns.
+    """
+    begins_T = mask_T & ~np.concatenate([[False], mask_T[:-1]])
+    runs = int(begins_T.sum())
+    if runs != len(advantage_K):
+        raise ValueError(
+            f"the mask has {runs} runs of sampled tokens, but there are rewards of {len(advantage_K)} turns"
+        )
+    return np.where(mask_T, advantage_K[np.cumsum(begins_T) - 1], 0.0).astype(np.float32)

@@ -22,7 +22,7 @@ def supervised_example(tokens: np.ndarray, loss_mask: np.ndarray) -> Example:
         loss_mask: bool[S], true where the token is to be learned; the first cannot be.
     """
     nothing = np.zeros(len(tokens), np.float32)
-    return Example(tokens, loss_mask, nothing, nothing.astype(np.int32), 0.0)
+    return Example(tokens, loss_mask, nothing, nothing.astype(np.int32), nothing)
 
 
 def train_supervised(

@@ -17,7 +17,7 @@ therefore split into those for training and those held out for evaluation: see `
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,9 @@ _MOST_DRAWS = 1000
 class FrozenLakeText(gymnasium.Env[str, str]):
     """Gymnasium's ``FrozenLake-v1``, not slippery, on a fresh map per seed, read and played as text."""
 
-    def __init__(self, size: int = 4, p: float = 0.8, split: str = "all") -> None:
+    def __init__(
+        self, size: int = 4, p: float = 0.8, split: str = "all", reward_schedule: Sequence[int] = (1, 0, 0)
+    ) -> None:
         """Play on ``size`` x ``size`` maps whose cells are ice with probability ``p``.
 
         Args:
@@ -51,6 +53,7 @@ class FrozenLakeText(gymnasium.Env[str, str]):
             p: probability of ice.
             split: maps to draw from, one of ``SPLITS``. The text of a map decides to which it belongs, so no map of
                 ``train`` is one of ``evaluation``, whatever the seeds.
+            reward_schedule: rewards of reaching the goal, a hole and ice, as in FrozenLake.
 
         Raises:
             ValueError: no map has this shape, or none of this shape is in the split.
@@ -59,8 +62,15 @@ class FrozenLakeText(gymnasium.Env[str, str]):
             raise ValueError(f"FrozenLakeText got size={size}, p={p}; expected size of at least 2 and 0 < p <= 1")
         if split not in SPLITS:
             raise ValueError(f"FrozenLakeText got split={split!r}; expected one of {', '.join(SPLITS)}")
+        if len(reward_schedule) != 3:
+            raise ValueError(
+                f"FrozenLakeText got reward_schedule={list(reward_schedule)}; "
+                "expected three rewards: of the goal, a hole and ice"
+            )
         self._size = size
         self._p = p
+        goal, hole, ice = reward_schedule
+        self._rewards = (goal, hole, ice)
         self._split = split
         self._draw(seed=0)  # fails here rather than in every episode if the split has no map
         longest = len(INVALID) + size * (size + 1) - 1
@@ -73,7 +83,7 @@ class FrozenLakeText(gymnasium.Env[str, str]):
         map_seed = int(self.np_random.integers(2**31)) if seed is None else seed
         board = self._draw(map_seed)
         # A map is part of FrozenLakeEnv's transition table, so a new map is a new (cheap) FrozenLakeEnv.
-        self._lake = FrozenLakeEnv(desc=board, is_slippery=False)
+        self._lake = FrozenLakeEnv(desc=board, is_slippery=False, reward_schedule=self._rewards)
         self._cells = "".join(board).replace("S", ".").replace("F", ".")
         self._position, _ = self._lake.reset(seed=seed)
         return self._grid(), {"success": False, "invalid_move": False}
@@ -138,7 +148,7 @@ def demonstrate(
     max_turns: int,
     system_prompt: str | None = None,
 ) -> Demonstration:
-    """Let a hasty walker play one episode in the real environment: it heads straight for the goal and does not see holes.
+    """Let a hasty walker play one episode in the real environment: it heads straight for the goal and sees no holes.
 
     Who imitates it learns how moves are written and where the goal lies. What a hole is, it has to find out itself.
 

@@ -85,7 +85,7 @@ def make_example() -> MakeExample:
             mask=mask,
             logprobs=np.where(mask, rng.normal(-3.0, 0.3, size), 0.0).astype(np.float32),
             versions=np.where(mask, rng.integers(0, 3, size), -1).astype(np.int32),
-            advantage=float(rng.normal()),
+            advantages=rng.normal(size=size).astype(np.float32),
         )
 
     return make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
 from learner.checkpoints import Checkpoints
 from learner.learner import Learner
-from learner.objectives import grpo
+from learner.objectives import grpo, trajectory_credit
 from learner.publisher import Publisher
 
 GROUPS, GROUP_SIZE = 2, 4
@@ -103,7 +104,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 make_step(),
                 params,
                 ladder=ladder,
-                advantage=grpo,
+                advantage=partial(trajectory_credit, advantage=grpo),
                 buffer=self.buffer,
                 publisher=Publisher(
                     model, self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0

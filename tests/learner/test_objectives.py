@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from learner.models.logprobs import TokenScores
-from learner.objectives import cross_entropy, dr_grpo, grpo, ppo_clip
+from learner.objectives import cross_entropy, dr_grpo, grpo, ppo_clip, trajectory_credit, turn_credit
 from learner.packing import Rows
 
 SHAPE = (3, 17)
@@ -118,3 +118,26 @@ def test_dr_grpo_only_centres() -> None:
 def test_a_group_of_equal_rewards_says_exactly_nothing(advantage) -> None:
     assert not advantage(np.full((1, 3), 0.1)).any()
     assert not advantage(np.array([[0.7]])).any()
+
+
+def test_trajectory_credit_gives_every_turn_the_advantage_of_the_total() -> None:
+    rewards = [np.float32([0, 0, 1]), np.float32([0]), np.float32([0.5, 0.5]), np.float32([0, 0])]
+    credited = trajectory_credit(rewards, advantage=dr_grpo)
+    for advantage_K, expected in zip(credited, ([0.5] * 3, [-0.5], [0.5] * 2, [-0.5] * 2), strict=True):
+        np.testing.assert_allclose(advantage_K, expected)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.6])
+def test_turn_credit_is_the_standardised_discounted_return_of_each_turn(discount) -> None:
+    rng = np.random.default_rng(0)
+    rewards = [rng.normal(size=turns).astype(np.float32) for turns in (3, 1, 5, 2)]
+    returns = [[sum(discount ** (j - k) * r[j] for j in range(k, len(r))) for k in range(len(r))] for r in rewards]
+    everything = np.concatenate(returns)
+    credited = turn_credit(rewards, advantage=grpo, discount=discount)
+    for advantage_K, return_K in zip(credited, returns, strict=True):
+        np.testing.assert_allclose(advantage_K, (return_K - everything.mean()) / everything.std(), rtol=1e-4, atol=1e-6)
+
+
+def test_with_a_reward_at_the_end_only_and_no_discount_all_turns_of_a_trajectory_are_credited_alike() -> None:
+    rewards = [np.float32([0, 0, 1]), np.float32([0, -1])]
+    assert all(np.ptp(advantage_K) == 0 for advantage_K in turn_credit(rewards, advantage=grpo, discount=1.0))

@@ -21,7 +21,7 @@ def example(size: int, seed: int = 0) -> Example:
         mask=mask,
         logprobs=rng.normal(size=size).astype(np.float32),
         versions=rng.integers(0, 9, size).astype(np.int32),
-        advantage=float(rng.normal()),
+        advantages=rng.normal(size=size).astype(np.float32),
     )
 
 
@@ -50,7 +50,7 @@ def test_every_sequence_comes_out_as_it_went_in(sizes: list[int]) -> None:
         np.testing.assert_array_equal(part["mask"], [*e.mask[1:], False])
         np.testing.assert_array_equal(part["logprobs"][:-1], e.logprobs[1:])
         np.testing.assert_array_equal(part["versions"][:-1], e.versions[1:])
-        np.testing.assert_array_equal(part["advantages"][:-1], np.float32(e.advantage))
+        np.testing.assert_array_equal(part["advantages"][:-1], e.advantages[1:])
 
 
 def test_padding_is_never_trained() -> None:
