@@ -66,7 +66,7 @@ class Actors:
             loss_mask=mask,
             logprobs=np.where(mask, -3.0, 0.0).astype(np.float32),
             versions=np.where(mask, self.versions[-1], NOT_SAMPLED).astype(np.int32),
-            rewards=np.array([reward], np.float32),
+            rewards=np.array([0.0] * (mask.sum() - 1) + [reward], np.float32),
             reward=reward,
             status=Status.COMPLETED,
             task=task,
