@@ -113,7 +113,6 @@ class LearnerActor:
             params,
             ladder=self._ladder,
             advantage=_credit(objective),
-            train_uniform_groups=objective.entropy_bonus > 0,
             buffer=Buffer(buffer_url, run, timeout_seconds=self._config.buffer.timeout_seconds),
             publisher=Publisher(
                 model,

@@ -48,7 +48,6 @@ class Learner:
         *,
         ladder: Ladder,
         advantage: Advantage,
-        train_uniform_groups: bool,
         buffer: Buffer,
         publisher: Publisher,
         checkpoints: Checkpoints,
@@ -63,7 +62,6 @@ class Learner:
             params: where training starts, unless there is a checkpoint.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
-            train_uniform_groups: whether groups of equal rewards, whose advantages are 0, are trained on, too.
             buffer: an open buffer.
             publisher: hands weights to the samplers.
             checkpoints: of this run; the newest one is taken up.
@@ -73,7 +71,6 @@ class Learner:
         """
         self._train, self._params = step, params
         self._ladder, self._advantage, self._buffer = ladder, advantage, buffer
-        self._train_uniform_groups = train_uniform_groups
         self._publisher, self._checkpoints = publisher, checkpoints
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
         self._outage = outage_seconds
@@ -149,7 +146,6 @@ class Learner:
             self._epoch,
             ladder=self._ladder,
             advantage=self._advantage,
-            train_uniform_groups=self._train_uniform_groups,
             put=self._train.put,
             timeout_seconds=self._batch_timeout,
             outage_seconds=self._outage,

@@ -55,7 +55,6 @@ class Stream:
         *,
         ladder: Ladder,
         advantage: Advantage,
-        train_uniform_groups: bool,
         put: Callable[[Rows], Rows],
         timeout_seconds: float,
         outage_seconds: float,
@@ -68,8 +67,6 @@ class Stream:
             epoch: of this learner gang.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
-            train_uniform_groups: whether groups of equal rewards are trained on, too: they have advantage 0, but other
-                terms of the objective may learn from them.
             put: places a micro-batch on the devices.
             timeout_seconds: longest wait for one batch.
             outage_seconds: how long the buffer may be away.
@@ -77,7 +74,6 @@ class Stream:
         """
         self._buffer, self._epoch = buffer, epoch
         self._ladder, self._advantage, self._put = ladder, advantage, put
-        self._train_uniform_groups = train_uniform_groups
         self._timeout, self._outage = timeout_seconds, outage_seconds
         self._stop, self._closing = stop, threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -126,11 +122,11 @@ class Stream:
     def _prepare(self, lease: Lease) -> Batch:
         advantages = [self._advantage([t.rewards for t in group]) for group in lease.groups]
         informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
-        # Without other terms a group of equal rewards has no gradient: it is not computed, nor in the denominator.
+        # A group of equal rewards says nothing about the policy: it is not computed, nor counted in the denominator.
         examples = [
             Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(advantage_K, t.loss_mask))
             for group, group_advantages, useful in zip(lease.groups, advantages, informative, strict=True)
-            if useful or self._train_uniform_groups
+            if useful
             for t, advantage_K in zip(group, group_advantages, strict=True)
         ]
         packed = pack(examples, self._ladder)

@@ -27,7 +27,6 @@ SMALL = [
     "model.warm_start.demonstrations=64",
     "model.warm_start.examples_per_step=16",
     "task.eval_tasks=16",
-    "objective.entropy_bonus=0.01",  # then groups of equal rewards are trained on, and compared, too
     "telemetry.plain_every_seconds=0.5",
 ]
 

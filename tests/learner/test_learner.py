@@ -111,7 +111,6 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 ),
                 checkpoints=Checkpoints(tmp_path / "checkpoints", model, keep=2),
                 checkpoint_every_steps=3,
-                train_uniform_groups=False,
                 batch_timeout_seconds=batch_timeout_seconds,
                 outage_seconds=30.0,
             )
