@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 SMALL = [
+    "environment.kwargs.size=2",  # two moves reach the goal: even an untrained policy wins and loses
+    "environment.kwargs.split=all",
+    "environment.evaluation_kwargs.split=all",
     "agent.max_turns=4",
     "sampler.context_length=128",
     "sampler.slots=16",
