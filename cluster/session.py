@@ -21,11 +21,13 @@ class Session:
     Attributes:
         stop: whether somebody asked it to stop.
         logs: folder with the logs of all actors, on the machine of Ray's head.
+        shortage: what Ray lacks for this command's actors, which wait until a node brings it; None if nothing.
     """
 
-    def __init__(self, stop: StopRequest, logs: str) -> None:
+    def __init__(self, stop: StopRequest, logs: str, shortage: str | None) -> None:
         self.stop = stop
         self.logs = logs
+        self.shortage = shortage
 
     def watch(self) -> None:
         """Raise Stopped if somebody asked to stop."""
@@ -43,4 +45,11 @@ def session(config: Config) -> Iterator[Session]:
     telemetry = config.telemetry
     ray = ray_runtime(cpus=cpus_of(config), dashboard=telemetry.dashboard, metrics_port=telemetry.metrics_port)
     with ray as runtime, stop_on_signals() as stop:
-        yield Session(stop, f"{runtime.session_folder}/logs")
+        asked = cpus_of(config)
+        shortage = None
+        if asked > runtime.cpus:
+            shortage = (
+                f"the Ray cluster has {runtime.cpus} CPUs and the run asks for {asked:g}: it waits for more nodes; "
+                "learner.cpus, sampler.cpus and actors.cpus say how many it asks for"
+            )
+        yield Session(stop, f"{runtime.session_folder}/logs", shortage)

@@ -67,6 +67,8 @@ def train(config: Config) -> int:
         display.phase("starting Redis and Ray")
         url, buffer = stack.enter_context(buffer_service(config, folder))
         work = stack.enter_context(session(config))
+        if work.shortage:
+            display.note(work.shortage)
         run = TrainingRun(config, folder, display, work)
         finished = False
         try:
