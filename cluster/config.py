@@ -169,7 +169,7 @@ class BufferConfig(Section):
     """Port of our own Redis; 0 takes a free one."""
     max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
     """Oldest that a trajectory may be when it is trained on, in policy versions; 0 is strictly on-policy."""
-    max_age_seconds: Seconds = 3600.0
+    max_age_seconds: Annotated[float, Field(ge=0.001, le=1e6)] = 3600.0
     """Oldest that a trajectory may be when it is trained on, in seconds since its group was begun."""
     groups_per_batch: Annotated[int, Field(ge=1, le=4096)]
     """Groups in one training batch."""
