@@ -125,8 +125,8 @@ def test_a_run_that_goes_on_does_not_need_its_conversations_any_more(tmp_path):
 def test_a_model_folder_that_does_not_fit_is_found(tmp_path):
     with pytest.raises(ModelError, match=r"holds no config\.json"):
         check_inputs(config(f"model.path={tmp_path}"))
-    with pytest.raises(ConfigError, match=r"sampler.context_length=384: .*made for 256 tokens"):
-        check_inputs(config(model_folder(tmp_path, max_position_embeddings=256)))
+    with pytest.raises(ConfigError, match=r"sampler.context_length=216: .*made for 128 tokens"):
+        check_inputs(config(model_folder(tmp_path, max_position_embeddings=128)))
     with pytest.raises(ConfigError, match=r"its tokenizer has \d+ tokens, its model vocab_size=9"):
         check_model_folder(config(model_folder(tmp_path, vocab_size=9)))
     (tmp_path / "tokenizer.json").unlink()

@@ -80,7 +80,7 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(tmp_path, name):
         ("environment.kwargs.other=1", "environment.kwargs.other=1: .* was started with None;"),
         ("environment.id=Other-v0", "environment.id=Other-v0: .* was started with headrace/FrozenLakeText-v0;"),
         ("agent.system_prompt=hi", "agent.system_prompt=hi: .* was started with None;"),
-        ("agent.max_turns=3", "agent.max_turns=3: .* was started with 12;"),
+        ("agent.max_turns=3", "agent.max_turns=3: .* was started with 8;"),
         ("model.path=/m", "model.path=/m: .* was started with None;"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_run_is_not_resumed_with_what_its_stored_trajectories_were_not_made_wi
 def test_a_run_is_not_resumed_with_rows_too_short_for_its_stored_trajectories(tmp_path):
     finished_run(tmp_path, "run.name=mine")
     shorter = ("sampler.context_length=128", "learner.row_lengths=[128]")
-    with pytest.raises(RunError, match=r"learner.row_lengths=\[128\]: .*sampler.context_length=384"):
+    with pytest.raises(RunError, match=r"learner.row_lengths=\[128\]: .*sampler.context_length=216"):
         RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", *shorter))
 
 

@@ -49,7 +49,7 @@ def examples() -> list[Example]:
         mask[0] = False
         logprobs = np.where(mask, rng.normal(-3.1, 0.2, size), 0.0).astype(np.float32)
         tokens = rng.integers(0, 23, size, dtype=np.int32)
-        made.append(Example(tokens, mask, logprobs, np.zeros(size, np.int32), float(rng.normal())))
+        made.append(Example(tokens, mask, logprobs, np.zeros(size, np.int32), rng.normal(size=size).astype(np.float32)))
     return made
 
 
