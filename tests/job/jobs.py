@@ -27,6 +27,7 @@ SMALL = [
     "model.architecture.num_hidden_layers=1",
     "model.architecture.intermediate_size=64",
     "model.warm_start.steps=20",
+    "model.warm_start.noise=1.0",  # a random walker: some episodes of a group succeed and some fail
     "model.warm_start.demonstrations=64",
     "model.warm_start.examples_per_step=16",
     "task.eval_tasks=16",
