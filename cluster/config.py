@@ -278,6 +278,9 @@ class WarmStartConfig(Section):
     """Episodes that the environment's demonstrator plays, unless ``conversations`` is given."""
     noise: Fraction = 0.5
     """Probability that a move of the demonstrator is replaced by a random one."""
+    loss_on: Literal["replies", "all"] = "replies"
+    """Tokens that are learned: the assistant's replies alone, or everything, so that the policy also learns to foresee
+    what its replies lead to."""
     steps: Count
     """Optimizer steps."""
     examples_per_step: Count = 32

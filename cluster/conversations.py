@@ -18,7 +18,7 @@ from cluster.config import Config, WarmStartConfig
 from cluster.errors import ConfigError
 
 type Tokenised = tuple[np.ndarray, np.ndarray]
-"""tokens int32[S], and bool[S] true where a reply is to be learned."""
+"""tokens int32[S], and bool[S] true where a token is to be learned."""
 
 
 def load_conversations(config: Config, warm_start: WarmStartConfig, chat: Chat) -> list[Tokenised]:
@@ -43,6 +43,8 @@ def load_conversations(config: Config, warm_start: WarmStartConfig, chat: Chat) 
                 f"{where}: the conversation has {len(tokens_S)} tokens; expected at most the longest of "
                 f"learner.row_lengths, {longest}: raise it or shorten the conversation"
             )
+        if warm_start.loss_on == "all":
+            mask_S = np.arange(len(tokens_S)) > 0  # nothing predicts the first token
         found.append((tokens_S, mask_S))
     _check_count(warm_start, len(found))
     return found
