@@ -113,6 +113,7 @@ class LearnerActor:
             params,
             ladder=self._ladder,
             advantage=_credit(objective),
+            skip_equal=objective.entropy_bonus == 0,
             buffer=Buffer(buffer_url, run, timeout_seconds=self._config.buffer.timeout_seconds),
             publisher=Publisher(
                 model,

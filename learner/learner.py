@@ -48,6 +48,7 @@ class Learner:
         *,
         ladder: Ladder,
         advantage: Advantage,
+        skip_equal: bool,
         buffer: Buffer,
         publisher: Publisher,
         checkpoints: Checkpoints,
@@ -62,6 +63,7 @@ class Learner:
             params: where training starts, unless there is a checkpoint.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
+            skip_equal: leave out groups of equal rewards: they have no gradient, unless the objective looks at more.
             buffer: an open buffer.
             publisher: hands weights to the samplers.
             checkpoints: of this run; the newest one is taken up.
@@ -70,7 +72,8 @@ class Learner:
             outage_seconds: how long the buffer may be away before the training ends.
         """
         self._train, self._params = step, params
-        self._ladder, self._advantage, self._buffer = ladder, advantage, buffer
+        self._ladder, self._advantage, self._skip_equal = ladder, advantage, skip_equal
+        self._buffer = buffer
         self._publisher, self._checkpoints = publisher, checkpoints
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
         self._outage = outage_seconds
@@ -146,6 +149,7 @@ class Learner:
             self._epoch,
             ladder=self._ladder,
             advantage=self._advantage,
+            skip_equal=self._skip_equal,
             put=self._train.put,
             timeout_seconds=self._batch_timeout,
             outage_seconds=self._outage,
@@ -183,7 +187,9 @@ class Learner:
     def _make_step(self, batch: Batch, idle: float) -> Record:
         """Train on one batch and queue the result for publication."""
         start = time.monotonic()
-        self._state, on_device = self._train(self._state, batch.micro_batches, self._version)
+        self._state, on_device = self._train(
+            self._state, batch.micro_batches, self._version, skipped_tokens=batch.skipped_tokens
+        )
         metrics: dict[str, Any] = {name: float(value) for name, value in jax.device_get(on_device).items()}
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise DivergedError(

@@ -50,11 +50,15 @@ class Terms(NamedTuple):
             jax.tree.map(jnp.maximum, self.maxima, other.maxima),
         )
 
-    def summary(self) -> dict[str, jax.Array]:
-        """Loss and diagnostics of the whole batch, as scalars."""
+    def summary(self, skipped_tokens: jax.Array | float = 0.0) -> dict[str, jax.Array]:
+        """Loss and diagnostics of the whole batch, as scalars.
+
+        Args:
+            skipped_tokens: trained tokens that were not computed because they add nothing to the loss.
+        """
         tokens = jnp.maximum(self.tokens, 1.0)
         means = {name: total / tokens for name, total in self.means.items()}
-        return {"loss": self.loss / tokens, **means, **self.counts, **self.maxima}
+        return {"loss": self.loss / (tokens + skipped_tokens), **means, **self.counts, **self.maxima}
 
 
 type Objective = Callable[[TokenScores, Rows, jax.Array], Terms]

@@ -104,19 +104,24 @@ class TrainStep:
         spare = jax.device_put(spare, shardings(self._mesh, spare))
         jax.block_until_ready(self(spare, batch, version=0))
 
-    def __call__(self, state: TrainState, batch: Sequence[Rows], version: int) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(
+        self, state: TrainState, batch: Sequence[Rows], version: int, *, skipped_tokens: int = 0
+    ) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer update; ``state`` is consumed.
 
         Args:
             state: what to update.
             batch: micro-batches from :meth:`put`, each of a shape of the ladder.
             version: the policy version being trained.
+            skipped_tokens: trained tokens that are not in ``batch`` because they have no gradient; they count in the
+                mean, so that leaving them out changes nothing.
 
         Returns:
             The new state, and scalars still on the device: loss, the objective's
             diagnostics, grad_norm (before clipping), learning_rate and trained_tokens.
         """
-        return self._update(state, *self._accumulate(state.params, batch, version))
+        skipped = jax.device_put(np.float32(skipped_tokens), self._whole)
+        return self._update(state, *self._accumulate(state.params, batch, version), skipped)
 
     def gradients(self, params: nnx.State, batch: Sequence[Rows], version: int) -> tuple[nnx.State, dict[str, Any]]:
         """Gradient of the batch's mean loss, and the objective's summary."""
@@ -186,10 +191,12 @@ class TrainStep:
         return jax.jit(add, out_shardings=(self._split, self._whole), donate_argnums=(0, 1))
 
     def _jit_update(self) -> Any:
-        def update(state: TrainState, gradient: nnx.State, terms: Terms) -> tuple[TrainState, dict[str, jax.Array]]:
-            gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.tokens, 1.0), gradient)
+        def update(
+            state: TrainState, gradient: nnx.State, terms: Terms, skipped: jax.Array
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.tokens + skipped, 1.0), gradient)
             change, moments = self._optimizer.rule.update(gradient, state.moments, state.params)
-            metrics = terms.summary() | {
+            metrics = terms.summary(skipped) | {
                 "grad_norm": optax.global_norm(gradient),
                 "learning_rate": jnp.asarray(self._optimizer.schedule(state.step)),
                 "trained_tokens": terms.tokens,

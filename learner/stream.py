@@ -36,12 +36,14 @@ class Batch:
     Attributes:
         lease: what it was made from; to be acknowledged after the step.
         micro_batches: of shapes of the ladder; none if there is no group to train on.
+        skipped_tokens: sampled tokens of groups that are not in ``micro_batches`` because they have no gradient.
         facts: reward_mean, success_mean, staleness_mean, staleness_max, tokens, trajectories,
             zero_variance_groups and padding_fraction.
     """
 
     lease: Lease
     micro_batches: list[Rows]
+    skipped_tokens: int
     facts: dict[str, float]
 
 
@@ -55,6 +57,7 @@ class Stream:
         *,
         ladder: Ladder,
         advantage: Advantage,
+        skip_equal: bool,
         put: Callable[[Rows], Rows],
         timeout_seconds: float,
         outage_seconds: float,
@@ -67,13 +70,14 @@ class Stream:
             epoch: of this learner gang.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
+            skip_equal: leave out groups whose advantages are all 0; right if the objective is nothing but advantages.
             put: places a micro-batch on the devices.
             timeout_seconds: longest wait for one batch.
             outage_seconds: how long the buffer may be away.
             stop: ends every wait when set.
         """
         self._buffer, self._epoch = buffer, epoch
-        self._ladder, self._advantage, self._put = ladder, advantage, put
+        self._ladder, self._advantage, self._skip_equal, self._put = ladder, advantage, skip_equal, put
         self._timeout, self._outage = timeout_seconds, outage_seconds
         self._stop, self._closing = stop, threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -122,13 +126,15 @@ class Stream:
     def _prepare(self, lease: Lease) -> Batch:
         advantages = [self._advantage([t.rewards for t in group]) for group in lease.groups]
         informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
-        # A group of equal rewards says nothing about the policy: it is not computed, nor counted in the denominator.
-        examples = [
-            Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(advantage_K, t.loss_mask))
-            for group, group_advantages, useful in zip(lease.groups, advantages, informative, strict=True)
-            if useful
-            for t, advantage_K in zip(group, group_advantages, strict=True)
-        ]
+        examples, skipped_tokens = [], 0
+        for group, group_advantages, useful in zip(lease.groups, advantages, informative, strict=True):
+            if self._skip_equal and not useful:
+                skipped_tokens += sum(int(t.loss_mask.sum()) for t in group)
+                continue
+            examples += [
+                Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(advantage_K, t.loss_mask))
+                for t, advantage_K in zip(group, group_advantages, strict=True)
+            ]
         packed = pack(examples, self._ladder)
         trajectories = lease.trajectories
         facts = {
@@ -141,7 +147,7 @@ class Stream:
             "zero_variance_groups": informative.count(False),
             "padding_fraction": padding_fraction(packed),
         }
-        return Batch(lease, [self._put(rows) for rows in packed], facts)
+        return Batch(lease, [self._put(rows) for rows in packed], skipped_tokens, facts)
 
 
 def spread(advantage_K: np.ndarray, mask_T: np.ndarray) -> np.ndarray:

@@ -105,6 +105,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 params,
                 ladder=ladder,
                 advantage=partial(trajectory_credit, advantage=grpo),
+                skip_equal=True,
                 buffer=self.buffer,
                 publisher=Publisher(
                     model, self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from flax import nnx
 from learner.models.compilations import CompilationCounter
 from learner.models.decoder import attend_packed
 from learner.models.weights import abstract_model
-from learner.objectives import cross_entropy
+from learner.objectives import cross_entropy, ppo_clip
 from learner.packing import Ladder, pack
 
 LENGTHS = (31, 16, 15, 12, 9, 7, 5, 3, 2)
@@ -90,6 +92,25 @@ def test_cutting_the_batch_differently_never_changes_the_gradient(make_step, exa
         assert_trees_close(other, reference, atol=1e-6)
         for name, value in summary.items():
             np.testing.assert_allclose(other_summary[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_leaving_out_what_has_no_gradient_changes_nothing(make_step, ladder, make_example, params) -> None:
+    rng = np.random.default_rng(2)
+    useful, equal = ([make_example(rng, size) for size in LENGTHS] for _ in range(2))
+    for e in equal:
+        e.advantages[:] = 0.0
+    step = make_step(partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.0))
+
+    def train(examples, **skipped):
+        batch = [step.put(rows) for rows in pack(examples, ladder)]
+        state, metrics = step(step.initialise(params), batch, 1, **skipped)
+        return state.params, metrics
+
+    reference, all_metrics = train(useful + equal)
+    found, metrics = train(useful, skipped_tokens=sum(int(e.mask.sum()) for e in equal))
+    assert_trees_close(found, reference, atol=1e-6)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], all_metrics[name], rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
