@@ -317,6 +317,8 @@ class ObjectiveConfig(Section):
     """The importance ratio is clipped above at 1 + this."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy's entropy, in nats, beside advantages of about 1; keeps small policies exploring."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Entropy of a token, in nats, above which it gets no bonus; null: it always does."""
 
 
 class TelemetryConfig(Section):

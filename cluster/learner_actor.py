@@ -6,6 +6,7 @@ It is told to train and answers only at the end; meanwhile ``poll`` hands out wh
 
 from __future__ import annotations
 
+import math
 import queue
 import shutil
 import threading
@@ -107,6 +108,7 @@ class LearnerActor:
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
             entropy_bonus=objective.entropy_bonus,
+            entropy_target=math.inf if objective.entropy_target is None else objective.entropy_target,
         )
         self._learner = Learner(
             self._step(model, settings.optimizer, settings.steps, loss, self._config.sampler.temperature),

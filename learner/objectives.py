@@ -148,13 +148,20 @@ def turn_credit(
 
 
 def ppo_clip(
-    scores: TokenScores, rows: Rows, version: jax.Array, *, clip_low: float, clip_high: float, entropy_bonus: float
+    scores: TokenScores,
+    rows: Rows,
+    version: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    entropy_bonus: float,
+    entropy_target: float,
 ) -> Terms:
     """Clipped surrogate against the behaviour policy with an entropy bonus, mean over trained tokens.
 
-    ``−min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A) − β·H(π)`` with ρ = π(token) / μ(token) (PPO: Schulman et al. 2017,
-    eq. 7; asymmetric ε and token mean: DAPO, Yu et al. 2025, eq. 8). μ is the policy that sampled the token, whatever
-    its version, so the ratio corrects for staleness and not only for the step's own drift.
+    ``−min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A) − β·min(H(π), H*)`` with ρ = π(token) / μ(token) (PPO: Schulman et
+    al. 2017, eq. 7; asymmetric ε and token mean: DAPO, Yu et al. 2025, eq. 8). μ is the policy that sampled the token,
+    whatever its version, so the ratio corrects for staleness and not only for the step's own drift.
 
     Args:
         scores: of the targets under the policy being trained; arrays are [R, T].
@@ -164,6 +171,8 @@ def ppo_clip(
         clip_low: ε_low, in (0, 1).
         clip_high: ε_high, above 0.
         entropy_bonus: β, at least 0; keeps the policy exploring (A3C: Mnih et al. 2016, section 4).
+        entropy_target: H*, in nats. A token above it gets no bonus: once most groups have equal rewards nothing else
+            holds the bonus back, and without a bound it ends in noise (targets: SAC, Haarnoja et al. 2018, section 5).
     """
     log_ratio_RT = jnp.where(rows.mask, scores.logprob - rows.logprobs, 0.0)
     ratio_RT = jnp.exp(jnp.clip(log_ratio_RT, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
@@ -173,7 +182,7 @@ def ppo_clip(
     same_version_RT = rows.mask & (rows.versions == version)
     cut_RT = jax.lax.stop_gradient(clipped_RT) * rows.advantages < fixed_RT * rows.advantages
     return Terms(
-        loss=_total(-gain_RT - entropy_bonus * scores.entropy, rows.mask),
+        loss=_total(-gain_RT - entropy_bonus * jnp.minimum(scores.entropy, entropy_target), rows.mask),
         tokens=_total(jnp.ones_like(ratio_RT), rows.mask),
         means={
             "ratio_mean": _total(fixed_RT, rows.mask),

@@ -12,7 +12,8 @@ from learner.objectives import cross_entropy, dr_grpo, grpo, ppo_clip, trajector
 from learner.packing import Rows
 
 SHAPE = (3, 17)
-LOW, HIGH, BONUS = 0.2, 0.3, 0.1
+SETTINGS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_bonus": 0.1, "entropy_target": 0.6}
+LOW, HIGH, BONUS, TARGET = SETTINGS.values()
 
 
 def _case() -> tuple[TokenScores, Rows]:
@@ -35,13 +36,13 @@ def _case() -> tuple[TokenScores, Rows]:
 
 def test_ppo_clip_equals_the_loop_over_tokens() -> None:
     scores, rows = _case()
-    terms = ppo_clip(scores, rows, jnp.int32(5), clip_low=LOW, clip_high=HIGH, entropy_bonus=BONUS)
+    terms = ppo_clip(scores, rows, jnp.int32(5), **SETTINGS)
     loss, ratios, cut, k3, entropy, differences = 0.0, [], 0, 0.0, 0.0, []
     for index in zip(*np.nonzero(rows.mask), strict=True):
         log_ratio = float(scores.logprob[index]) - float(rows.logprobs[index])
         ratio, advantage = np.exp(log_ratio), float(rows.advantages[index])
         bounded = min(max(ratio, 1 - LOW), 1 + HIGH)
-        loss -= min(ratio * advantage, bounded * advantage) + BONUS * float(scores.entropy[index])
+        loss -= min(ratio * advantage, bounded * advantage) + BONUS * min(float(scores.entropy[index]), TARGET)
         cut += bounded * advantage < ratio * advantage
         ratios.append(ratio)
         k3 += ratio - 1 - log_ratio
@@ -68,9 +69,7 @@ def test_ppo_clip_has_a_gradient_only_where_it_is_not_cut() -> None:
     scores, rows = _case()
 
     def loss(logprob):
-        return ppo_clip(
-            scores._replace(logprob=logprob), rows, jnp.int32(5), clip_low=LOW, clip_high=HIGH, entropy_bonus=BONUS
-        ).loss
+        return ppo_clip(scores._replace(logprob=logprob), rows, jnp.int32(5), **SETTINGS).loss
 
     ratio = np.exp(np.asarray(scores.logprob) - rows.logprobs)
     cut = ((ratio > 1 + HIGH) & (rows.advantages > 0)) | ((ratio < 1 - LOW) & (rows.advantages < 0))
@@ -78,10 +77,21 @@ def test_ppo_clip_has_a_gradient_only_where_it_is_not_cut() -> None:
     np.testing.assert_allclose(jax.grad(loss)(scores.logprob), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_the_entropy_bonus_acts_only_below_its_target() -> None:
+    scores, rows = _case()
+
+    def loss(entropy):
+        return ppo_clip(scores._replace(entropy=entropy), rows, jnp.int32(5), **SETTINGS).loss
+
+    expected = np.where(rows.mask & (scores.entropy < TARGET), -BONUS, 0.0)
+    assert 0 < np.count_nonzero(expected) < rows.mask.sum()
+    np.testing.assert_allclose(jax.grad(loss)(scores.entropy), expected, rtol=1e-6)
+
+
 def test_ppo_clip_stays_finite_for_an_impossible_token() -> None:
     scores, rows = _case()
     rows = rows._replace(mask=np.ones(SHAPE, bool), logprobs=np.full(SHAPE, -500.0, np.float32))
-    terms = ppo_clip(scores, rows, jnp.int32(5), clip_low=LOW, clip_high=HIGH, entropy_bonus=BONUS)
+    terms = ppo_clip(scores, rows, jnp.int32(5), **SETTINGS)
     assert all(np.isfinite(value) for value in terms.summary().values())
 
 
@@ -90,7 +100,7 @@ def test_terms_add_up_over_parts_of_the_rows() -> None:
 
     def terms(part: slice):
         cut = jax.tree.map(lambda x: x[part], (scores, rows))
-        return ppo_clip(*cut, jnp.int32(5), clip_low=LOW, clip_high=HIGH, entropy_bonus=BONUS)
+        return ppo_clip(*cut, jnp.int32(5), **SETTINGS)
 
     parts = terms(slice(0, 1)) + terms(slice(1, 3))
     for ours, whole in zip(jax.tree.leaves(parts), jax.tree.leaves(terms(slice(0, 3))), strict=True):

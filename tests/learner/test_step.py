@@ -99,7 +99,7 @@ def test_leaving_out_what_has_no_gradient_changes_nothing(make_step, ladder, mak
     useful, equal = ([make_example(rng, size) for size in LENGTHS] for _ in range(2))
     for e in equal:
         e.advantages[:] = 0.0
-    step = make_step(partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.0))
+    step = make_step(partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.0, entropy_target=1.0))
 
     def train(examples, **skipped):
         batch = [step.put(rows) for rows in pack(examples, ladder)]
