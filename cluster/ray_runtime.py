@@ -120,6 +120,12 @@ def jax_environment(threads: int) -> dict[str, str]:
             [os.environ.get("XLA_FLAGS", ""), f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"]
         ).strip(),
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        # XLA allocates its scratch anew on every call. glibc would map and unmap it each time, and much of a small
+        # model's time would go into page faults: let it keep what it once had, in one arena for all threads.
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_TOP_PAD_": str(64 << 20),
     }
 
 

@@ -128,3 +128,21 @@ def test_a_dead_cluster_is_reported_at_once(monkeypatch, address):
 def test_jax_flags_of_the_user_are_kept(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
     assert jax_environment(2)["XLA_FLAGS"].split() == ["--xla_dump_to=/tmp/x", "--xla_cpu_multi_thread_eigen=true"]
+
+
+PAGE_FAULTS = """
+import resource, jax, jax.numpy as jnp
+call = jax.jit(lambda x: jnp.tanh(x @ x).sum())  # 16 MiB of scratch
+x = jnp.ones((2048, 2048))
+faults = []
+for _ in range(6):
+    call(x).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[2])
+"""
+
+
+def test_scratch_memory_of_xla_is_kept_between_calls():
+    environment = {**os.environ, **jax_environment(1), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], env=environment, capture_output=True, text=True)
+    assert int(done.stdout) < 1000, "mapped anew, scratch is thousands of pages"
