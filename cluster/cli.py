@@ -106,7 +106,10 @@ def show_config(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
-    """Check a configuration and print it with every default filled in; passwords are not shown."""
+    """Check a configuration and print it with every default filled in; passwords are not shown.
+
+    What it names (environment, files, models) is looked at by the commands that use it.
+    """
     with _errors_reported():
         data = _load(config, overrides).redacted()
     if as_json:

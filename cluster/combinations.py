@@ -19,7 +19,7 @@ def check_combinations(config: Config) -> None:
     Raises:
         ValueError: one line that names an option, its value, what is expected and the remedy.
     """
-    for check in (_check_tasks, _check_lengths, _check_batch, _check_model, _check_buffer):
+    for check in (_check_tasks, _check_lengths, _check_batch, _check_model, _check_objective, _check_buffer):
         check(config)
 
 
@@ -79,6 +79,15 @@ def _check_model(config: Config) -> None:
         raise ValueError(
             f"model.architecture.num_attention_heads={shape.num_attention_heads}: expected a multiple of "
             f"num_key_value_heads={shape.num_key_value_heads}, because each key/value head serves as many query heads"
+        )
+
+
+def _check_objective(config: Config) -> None:
+    objective = config.objective
+    if objective.entropy_cap is not None and not objective.entropy_bonus:
+        raise ValueError(
+            f"objective.entropy_cap={objective.entropy_cap:g}: it caps objective.entropy_bonus, which is 0; "
+            "raise the bonus or set the cap to null"
         )
 
 

@@ -109,7 +109,8 @@ class AgentConfig(Section):
     max_turns: Count
     """Most turns of an episode; it is then truncated."""
     max_tokens_per_turn: Count
-    """Most tokens the policy samples in one turn, its end-of-turn token included."""
+    """Most tokens the policy samples in one turn, its end-of-turn token included; a reply cut off here is taken as
+    it is, and its end-of-turn token is given to the policy."""
 
 
 class EnvironmentConfig(Section):
@@ -317,8 +318,8 @@ class ObjectiveConfig(Section):
     """The importance ratio is clipped above at 1 + this."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy's entropy, in nats, beside advantages of about 1; keeps small policies exploring."""
-    entropy_target: Annotated[float, Field(gt=0)] | None = None
-    """Entropy of a token, in nats, above which it gets no bonus; null: it always does."""
+    entropy_cap: Annotated[float, Field(gt=0)] | None = None
+    """Entropy of a token, in nats, beyond which it earns no more bonus; null: no cap."""
 
 
 class TelemetryConfig(Section):

@@ -108,14 +108,15 @@ class LearnerActor:
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
             entropy_bonus=objective.entropy_bonus,
-            entropy_target=math.inf if objective.entropy_target is None else objective.entropy_target,
+            entropy_cap=math.inf if objective.entropy_cap is None else objective.entropy_cap,
         )
         self._learner = Learner(
             self._step(model, settings.optimizer, settings.steps, loss, self._config.sampler.temperature),
             params,
             ladder=self._ladder,
             advantage=_credit(objective),
-            skip_equal=objective.entropy_bonus == 0,
+            # With a bonus, a group without advantage still has a gradient.
+            skip_without_advantage=objective.entropy_bonus == 0,
             buffer=Buffer(buffer_url, run, timeout_seconds=self._config.buffer.timeout_seconds),
             publisher=Publisher(
                 model,

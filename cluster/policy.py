@@ -52,9 +52,9 @@ def prepare_policy(config: Config, folder: RunFolder, display: Display, watch: C
         if settings.warm_start is None:
             source.rename(target)
             return target
+        display.phase("warm start: imitating conversations", settings.warm_start.steps)
         conversations = load_conversations(config, settings.warm_start, Chat(source))
         imitation = learner.imitate.remote(source, target, conversations)
-        display.phase("warm start: learning the chat format from noisy demonstrations", settings.warm_start.steps)
 
         def show() -> None:
             watch()

@@ -111,21 +111,25 @@ def _start(cpus: int, dashboard: bool, metrics_port: int) -> None:
 def jax_environment(threads: int) -> dict[str, str]:
     """Environment of an actor that runs JAX on ``threads`` threads of a CPU; give it as ``runtime_env["env_vars"]``.
 
-    XLA sizes its pools by the machine, and two processes that each use every core slow each other down.
+    XLA sizes its pools by the machine, and two processes that each use every core slow each other down. Memory stays
+    at its peak (with glibc's allocator), unless the user's environment says otherwise.
     """
+    # XLA allocates its scratch anew on every call. glibc would map and unmap it each time, and much of a small model's
+    # time would go into page faults: let it keep what it once had, in one arena for all threads.
+    allocator = {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_TOP_PAD_": str(64 << 20),  # what is asked of the system at once
+    }
     return {
+        **{name: os.environ.get(name, value) for name, value in allocator.items()},
         "NPROC": str(threads),  # XLA's thread pools
         "OMP_NUM_THREADS": str(threads),
         "XLA_FLAGS": " ".join(
             [os.environ.get("XLA_FLAGS", ""), f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"]
         ).strip(),
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # XLA allocates its scratch anew on every call. glibc would map and unmap it each time, and much of a small
-        # model's time would go into page faults: let it keep what it once had, in one arena for all threads.
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        "MALLOC_TOP_PAD_": str(64 << 20),
     }
 
 

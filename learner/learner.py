@@ -48,7 +48,7 @@ class Learner:
         *,
         ladder: Ladder,
         advantage: Advantage,
-        skip_equal: bool,
+        skip_without_advantage: bool,
         buffer: Buffer,
         publisher: Publisher,
         checkpoints: Checkpoints,
@@ -63,7 +63,8 @@ class Learner:
             params: where training starts, unless there is a checkpoint.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
-            skip_equal: leave out groups of equal rewards: they have no gradient, unless the objective looks at more.
+            skip_without_advantage: leave out groups whose advantages are all 0; right for an objective in which
+                nothing else has a gradient.
             buffer: an open buffer.
             publisher: hands weights to the samplers.
             checkpoints: of this run; the newest one is taken up.
@@ -72,7 +73,7 @@ class Learner:
             outage_seconds: how long the buffer may be away before the training ends.
         """
         self._train, self._params = step, params
-        self._ladder, self._advantage, self._skip_equal = ladder, advantage, skip_equal
+        self._ladder, self._advantage, self._skip_without_advantage = ladder, advantage, skip_without_advantage
         self._buffer = buffer
         self._publisher, self._checkpoints = publisher, checkpoints
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
@@ -130,7 +131,7 @@ class Learner:
             on_step: called after every step with
 
                 * step, version (that the step trained), loss, reward_mean, success_mean, staleness_mean, staleness_max
-                * tokens, trained_tokens, trajectories, zero_variance_groups, padding_fraction
+                * tokens, trained_tokens, skipped_tokens, trajectories, zero_variance_groups, padding_fraction
                 * idle_seconds (waiting for this batch and for samplers), step_seconds, publish_seconds (last
                   finished publication), learner_idle_fraction (waiting ÷ all, since the first batch arrived)
                 * grad_norm, learning_rate, entropy, ratio_mean, ratio_max, clip_fraction, kl_k3
@@ -149,7 +150,7 @@ class Learner:
             self._epoch,
             ladder=self._ladder,
             advantage=self._advantage,
-            skip_equal=self._skip_equal,
+            skip_without_advantage=self._skip_without_advantage,
             put=self._train.put,
             timeout_seconds=self._batch_timeout,
             outage_seconds=self._outage,
@@ -208,6 +209,7 @@ class Learner:
             "version": trained,
             **batch.facts,
             **metrics,
+            "skipped_tokens": batch.skipped_tokens,
             "idle_seconds": idle,
             "step_seconds": worked,
             "publish_seconds": self._publisher.seconds,

@@ -28,7 +28,7 @@ class Terms(NamedTuple):
 
     Attributes:
         loss: float32, sum over the trained tokens.
-        tokens: float32, number of trained tokens: the denominator of ``loss`` and ``means``.
+        tokens: float32, number of trained tokens.
         means: sums that are reported per trained token.
         counts: sums that are reported as they are.
         maxima: reported as the largest.
@@ -54,11 +54,13 @@ class Terms(NamedTuple):
         """Loss and diagnostics of the whole batch, as scalars.
 
         Args:
-            skipped_tokens: trained tokens that were not computed because they add nothing to the loss.
+            skipped_tokens: sampled tokens of the batch that were left out because they add nothing to the loss; they
+                count in its mean, and in no other.
         """
         tokens = jnp.maximum(self.tokens, 1.0)
         means = {name: total / tokens for name, total in self.means.items()}
-        return {"loss": self.loss / (tokens + skipped_tokens), **means, **self.counts, **self.maxima}
+        loss = self.loss / jnp.maximum(self.tokens + skipped_tokens, 1.0)
+        return {"loss": loss, **means, **self.counts, **self.maxima}
 
 
 type Objective = Callable[[TokenScores, Rows, jax.Array], Terms]
@@ -155,7 +157,7 @@ def ppo_clip(
     clip_low: float,
     clip_high: float,
     entropy_bonus: float,
-    entropy_target: float,
+    entropy_cap: float,
 ) -> Terms:
     """Clipped surrogate against the behaviour policy with an entropy bonus, mean over trained tokens.
 
@@ -171,8 +173,9 @@ def ppo_clip(
         clip_low: ε_low, in (0, 1).
         clip_high: ε_high, above 0.
         entropy_bonus: β, at least 0; keeps the policy exploring (A3C: Mnih et al. 2016, section 4).
-        entropy_target: H*, in nats. A token above it gets no bonus: once most groups have equal rewards nothing else
-            holds the bonus back, and without a bound it ends in noise (targets: SAC, Haarnoja et al. 2018, section 5).
+        entropy_cap: H*, in nats, above 0. A token's entropy beyond it earns nothing: once most groups have equal
+            rewards nothing else holds the bonus back, and without a cap the policy can end in noise. A fixed weight and
+            a cap per token, where SAC (arXiv:1812.05905, section 5) learns the weight that bounds the mean.
     """
     log_ratio_RT = jnp.where(rows.mask, scores.logprob - rows.logprobs, 0.0)
     ratio_RT = jnp.exp(jnp.clip(log_ratio_RT, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
@@ -182,7 +185,7 @@ def ppo_clip(
     same_version_RT = rows.mask & (rows.versions == version)
     cut_RT = jax.lax.stop_gradient(clipped_RT) * rows.advantages < fixed_RT * rows.advantages
     return Terms(
-        loss=_total(-gain_RT - entropy_bonus * jnp.minimum(scores.entropy, entropy_target), rows.mask),
+        loss=_total(-gain_RT - entropy_bonus * jnp.minimum(scores.entropy, entropy_cap), rows.mask),
         tokens=_total(jnp.ones_like(ratio_RT), rows.mask),
         means={
             "ratio_mean": _total(fixed_RT, rows.mask),

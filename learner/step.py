@@ -113,8 +113,8 @@ class TrainStep:
             state: what to update.
             batch: micro-batches from :meth:`put`, each of a shape of the ladder.
             version: the policy version being trained.
-            skipped_tokens: trained tokens that are not in ``batch`` because they have no gradient; they count in the
-                mean, so that leaving them out changes nothing.
+            skipped_tokens: sampled tokens that were left out of ``batch`` because they have no gradient; they count in
+                the mean, so that leaving them out changes nothing.
 
         Returns:
             The new state, and scalars still on the device: loss, the objective's
@@ -195,16 +195,18 @@ class TrainStep:
             state: TrainState, gradient: nnx.State, terms: Terms, skipped: jax.Array
         ) -> tuple[TrainState, dict[str, jax.Array]]:
             gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.tokens + skipped, 1.0), gradient)
+            norm = optax.global_norm(gradient)
             change, moments = self._optimizer.rule.update(gradient, state.moments, state.params)
             metrics = terms.summary(skipped) | {
-                "grad_norm": optax.global_norm(gradient),
+                "grad_norm": norm,
                 "learning_rate": jnp.asarray(self._optimizer.schedule(state.step)),
                 "trained_tokens": terms.tokens,
             }
             params = optax.apply_updates(state.params, change)
-            # A batch without a trained token says nothing: momentum and weight decay alone must not move the policy.
+            # A batch without a gradient says nothing: momentum and weight decay alone must not move the policy. A norm
+            # that is not a number counts as one, so that it is seen.
             params, moments = jax.tree.map(
-                partial(jnp.where, terms.tokens > 0), (params, moments), (state.params, state.moments)
+                partial(jnp.where, norm != 0), (params, moments), (state.params, state.moments)
             )
             return TrainState(params, moments, state.step + 1), metrics
 

@@ -57,7 +57,7 @@ class Stream:
         *,
         ladder: Ladder,
         advantage: Advantage,
-        skip_equal: bool,
+        skip_without_advantage: bool,
         put: Callable[[Rows], Rows],
         timeout_seconds: float,
         outage_seconds: float,
@@ -70,14 +70,20 @@ class Stream:
             epoch: of this learner gang.
             ladder: shapes to pack into.
             advantage: from a group's rewards to its advantages.
-            skip_equal: leave out groups whose advantages are all 0; right if the objective is nothing but advantages.
+            skip_without_advantage: leave out groups whose advantages are all 0; right for an objective in which
+                nothing else has a gradient.
             put: places a micro-batch on the devices.
             timeout_seconds: longest wait for one batch.
             outage_seconds: how long the buffer may be away.
             stop: ends every wait when set.
         """
         self._buffer, self._epoch = buffer, epoch
-        self._ladder, self._advantage, self._skip_equal, self._put = ladder, advantage, skip_equal, put
+        self._ladder, self._advantage, self._skip_without_advantage, self._put = (
+            ladder,
+            advantage,
+            skip_without_advantage,
+            put,
+        )
         self._timeout, self._outage = timeout_seconds, outage_seconds
         self._stop, self._closing = stop, threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -128,7 +134,7 @@ class Stream:
         informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
         examples, skipped_tokens = [], 0
         for group, group_advantages, useful in zip(lease.groups, advantages, informative, strict=True):
-            if self._skip_equal and not useful:
+            if self._skip_without_advantage and not useful:
                 skipped_tokens += sum(int(t.loss_mask.sum()) for t in group)
                 continue
             examples += [

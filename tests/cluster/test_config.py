@@ -101,6 +101,7 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (["learner.mesh.data=3"], ("learner.rows_per_microbatch=8", "multiple of 3")),
         (["model.architecture=null"], ("model.path=null", "model.architecture is null")),
         (["model.architecture.num_key_value_heads=3"], ("num_attention_heads=2", "multiple of")),
+        (["objective.entropy_bonus=0"], ("objective.entropy_cap=0.5", "entropy_bonus, which is 0", "null")),
         (["buffer.url=redis://h:1", "buffer.port=7"], ("buffer.port=7", "buffer.url")),
         (["buffer.max_bytes=1000"], ("buffer.max_bytes=1000", "16 × 8", "never be complete")),
         (  # the arrays alone would fit

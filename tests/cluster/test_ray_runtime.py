@@ -125,7 +125,9 @@ def test_a_dead_cluster_is_reported_at_once(monkeypatch, address):
         pass
 
 
-def test_jax_flags_of_the_user_are_kept(monkeypatch):
+def test_what_the_user_set_is_kept(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    assert jax_environment(2)["MALLOC_ARENA_MAX"] == "4"
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
     assert jax_environment(2)["XLA_FLAGS"].split() == ["--xla_dump_to=/tmp/x", "--xla_cpu_multi_thread_eigen=true"]
 
@@ -144,5 +146,7 @@ print(faults[-1] - faults[2])
 
 def test_scratch_memory_of_xla_is_kept_between_calls():
     environment = {**os.environ, **jax_environment(1), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PAGE_FAULTS], env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+    )
     assert int(done.stdout) < 1000, "mapped anew, scratch is thousands of pages"

@@ -16,6 +16,7 @@ SMALL = [
     "environment.kwargs.split=all",
     "environment.evaluation_kwargs.split=all",
     "agent.max_turns=4",
+    "agent.max_tokens_per_turn=4",  # replies of several tokens, some of them invalid
     "sampler.context_length=128",
     "sampler.slots=16",
     "actors.episodes_in_flight=16",

@@ -21,7 +21,7 @@ from learner.step import TrainStep
 type MakeStep = Callable[..., TrainStep]
 type MakeExample = Callable[..., Example]
 
-PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_target=2.0)
+PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0)
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def train(data: int, fsdp: int):
         mesh,
         LADDER,
         OPTIMIZER,
-        lambda *given: ppo_clip(*given, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_target=2.0),
+        lambda *given: ppo_clip(*given, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0),
         temperature=0.9,
         remat=False,
     )

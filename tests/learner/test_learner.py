@@ -99,13 +99,13 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 )
             )
 
-        def learner(self, *, batch_timeout_seconds: float = 60.0) -> Learner:
+        def learner(self, *, batch_timeout_seconds: float = 60.0, skip_without_advantage: bool = True) -> Learner:
             return Learner(
                 make_step(),
                 params,
                 ladder=ladder,
                 advantage=partial(trajectory_credit, advantage=grpo),
-                skip_equal=True,
+                skip_without_advantage=skip_without_advantage,
                 buffer=self.buffer,
                 publisher=Publisher(
                     model, self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0
@@ -146,15 +146,17 @@ RECORD = {
     "logprob_difference_max",
     "logprob_difference_tokens",
     "zero_variance_groups",
+    "skipped_tokens",
     "padding_fraction",
     "compilations_after_warmup",
 }
 
 
+@pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness) -> None:
+def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness, skips) -> None:
     run.open(max_staleness)
-    learner, records = run.learner(), []
+    learner, records = run.learner(skip_without_advantage=skips), []
     learner.start()
     assert run.actors.versions == [0]
     with run.actors:
@@ -169,6 +171,10 @@ def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness)
     assert all(record["trajectories"] == GROUPS * GROUP_SIZE for record in records)
     assert all(0 <= record["learner_idle_fraction"] < 1 for record in records)
     assert {record["zero_variance_groups"] for record in records} == {0, 1}
+    for record in records:  # what was left out is counted, and it is the groups of equal rewards
+        assert (record["skipped_tokens"] > 0) == (skips and record["zero_variance_groups"] > 0)
+        sampled = record["trained_tokens"] + record["skipped_tokens"]
+        assert record["tokens"] / 4 < sampled < record["tokens"] / 2, "the mask has every third token"
     if max_staleness == 0:  # all that is trained was sampled by the very version being trained
         assert all(record["logprob_difference_tokens"] == record["trained_tokens"] > 0 for record in records)
     stats = run.buffer.stats()

@@ -12,7 +12,7 @@ from learner.objectives import cross_entropy, dr_grpo, grpo, ppo_clip, trajector
 from learner.packing import Rows
 
 SHAPE = (3, 17)
-SETTINGS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_bonus": 0.1, "entropy_target": 0.6}
+SETTINGS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_bonus": 0.1, "entropy_cap": 0.6}
 LOW, HIGH, BONUS, TARGET = SETTINGS.values()
 
 

@@ -94,17 +94,22 @@ def test_cutting_the_batch_differently_never_changes_the_gradient(make_step, exa
             np.testing.assert_allclose(other_summary[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_leaving_out_what_has_no_gradient_changes_nothing(make_step, ladder, make_example, params) -> None:
+@pytest.mark.parametrize("useful_lengths", [LENGTHS, ()])
+def test_leaving_out_what_has_no_gradient_changes_nothing(
+    make_step, ladder, make_example, params, useful_lengths
+) -> None:
     rng = np.random.default_rng(2)
-    useful, equal = ([make_example(rng, size) for size in LENGTHS] for _ in range(2))
+    useful, equal = ([make_example(rng, size) for size in lengths] for lengths in (useful_lengths, LENGTHS))
     for e in equal:
         e.advantages[:] = 0.0
-    step = make_step(partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.0, entropy_target=1.0))
+    before = [make_example(rng, size) for size in LENGTHS]
+    step = make_step(partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.0, entropy_cap=1.0))
 
     def train(examples, **skipped):
         batch = [step.put(rows) for rows in pack(examples, ladder)]
-        state, metrics = step(step.initialise(params), batch, 1, **skipped)
-        return state.params, metrics
+        with_momentum, _ = step(step.initialise(params), [step.put(rows) for rows in pack(before, ladder)], 1)
+        state, metrics = step(with_momentum, batch, 1, **skipped)
+        return state, metrics
 
     reference, all_metrics = train(useful + equal)
     found, metrics = train(useful, skipped_tokens=sum(int(e.mask.sum()) for e in equal))
