@@ -3,13 +3,11 @@
 -- after it is sampled with the new weights. Exactly once: all groups of the lease or none; a repeated ack finds
 -- the version already there and changes nothing. Only the current epoch may ack.
 -- ARGV: epoch, version of the lease, new version, groups of the lease...
-if not is_open() then
-  return {'not_open'}
+local refused = refuse(ARGV[1])
+if refused then
+  return refused
 end
-local epoch, lease, version = number('epoch'), tonumber(ARGV[2]), tonumber(ARGV[3])
-if tonumber(ARGV[1]) ~= epoch then
-  return {'fenced', epoch}
-end
+local lease, version = tonumber(ARGV[2]), tonumber(ARGV[3])
 for position = 4, #ARGV do
   if tonumber(redis.call('ZSCORE', leased, ARGV[position])) ~= lease then
     local acked = redis.call('GET', prefix .. 'past:' .. ARGV[position]) == 'acked'

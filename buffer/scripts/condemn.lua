@@ -2,13 +2,11 @@
 -- Invariant: a bad payload costs one group and one attempt of its task, never the batch. Damaged payloads are
 -- kept for inspection, a bounded number for a bounded time. Idempotent: a group not in the lease is left alone.
 -- ARGV: epoch, version of the lease, group, outcome, seconds to keep the payloads
-if not is_open() then
-  return {'not_open'}
+local refused = refuse(ARGV[1])
+if refused then
+  return refused
 end
-local epoch, version, group, outcome = number('epoch'), tonumber(ARGV[2]), ARGV[3], ARGV[4]
-if tonumber(ARGV[1]) ~= epoch then
-  return {'fenced', epoch}
-end
+local version, group, outcome = tonumber(ARGV[2]), ARGV[3], ARGV[4]
 if tonumber(redis.call('ZSCORE', leased, group)) ~= version then
   return {'gone'}
 end

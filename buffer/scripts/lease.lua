@@ -4,13 +4,11 @@
 -- learner passes. A lease has exactly groups_per_batch groups or does not happen; the same (epoch, version) is the
 -- same batch, topped up if some of its groups were condemned since, and not judged again.
 -- ARGV: epoch, version
-if not is_open() then
-  return {'not_open'}
+local refused = refuse(ARGV[1])
+if refused then
+  return refused
 end
-local epoch, version = number('epoch'), tonumber(ARGV[2])
-if tonumber(ARGV[1]) ~= epoch then
-  return {'fenced', epoch}
-end
+local version = tonumber(ARGV[2])
 if version < number('version') then
   return {'old', number('version')}
 end

@@ -34,6 +34,16 @@ local function is_open()
   return redis.call('EXISTS', control) == 1
 end
 
+-- What a learner of the given epoch is told instead of an answer: the run is not open, or another learner has taken over.
+local function refuse(epoch)
+  if not is_open() then
+    return {'not_open'}
+  end
+  if tonumber(epoch) ~= number('epoch') then
+    return {'fenced', number('epoch')}
+  end
+end
+
 local function count(name, n)
   redis.call('HINCRBY', prefix .. 'counters', name, n or 1)
 end
