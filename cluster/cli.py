@@ -19,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     from cluster.config import Config
 
-EXIT_INPUT = 2
+EXIT_FAILED, EXIT_INPUT = 1, 2
 
 app = typer.Typer(
     name="headrace",
@@ -28,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     epilog="Exit status: 0 success; 2 a mistake that one line names, such as in the configuration; "
-    "130 or 143 stopped by Ctrl-C or SIGTERM; 1 anything else, with a traceback.",
+    "130 or 143 stopped by Ctrl-C or SIGTERM; 1 anything else, with a traceback unless a service died.",
     rich_markup_mode="rich",
 )
 
@@ -134,8 +134,11 @@ def _errors_reported() -> Iterator[None]:
         _report("stopped")
         raise typer.Exit(128 + signal.SIGINT) from None
     except Exception as error:
-        from cluster.errors import ConfigError, is_mendable, root_cause
+        from cluster.errors import ConfigError, ServiceDied, is_mendable, root_cause
 
+        if isinstance(error, ServiceDied):
+            _report(f"error: {error}")
+            raise typer.Exit(EXIT_FAILED) from None
         cause = root_cause(error)
         if not is_mendable(cause):
             raise

@@ -17,6 +17,10 @@ class RayUnavailable(RuntimeError):
     """The Ray cluster that was asked for does not answer."""
 
 
+class ServiceDied(RuntimeError):
+    """The process of a service ended in the middle of a run: reported as one line, with exit status 1."""
+
+
 _ELSEWHERE = (
     ("actors.chat", "ChatError"),
     ("actors.environments", "EnvironmentSetupError"),

@@ -6,17 +6,19 @@ records what they report, and stops them in the order that loses nothing.
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from buffer import Buffer
 from cluster.config import Config
 from cluster.display import Display, open_display
+from cluster.errors import ServiceDied
 from cluster.evaluation import EvaluationRun, evaluate_policy
 from cluster.inputs import check_inputs
 from cluster.monitor import Monitor
@@ -54,6 +56,7 @@ def train(config: Config) -> int:
 
     Raises:
         RunFailed: a service failed after the training had begun.
+        ServiceDied: the process of one ended.
     """
     started = time.monotonic()
     settings = config.telemetry
@@ -129,6 +132,7 @@ class TrainingRun:
 
         Raises:
             RunFailed: a service failed.
+            ServiceDied: the process of one ended.
         """
         self._display.phase("training", self._config.learner.steps)
         playing = [worker.run.remote() for worker in self._workers.values()]
@@ -138,6 +142,13 @@ class TrainingRun:
             self._steps = ray.get(training)
             self._drain(playing)
             self._services().collect()
+        except ActorDiedError as error:
+            self._rescue(training)
+            name = re.search(r"\bname: (\S+)", str(error))
+            raise ServiceDied(
+                f"{name.group(1) if name else 'a service'} died: its process was killed, ran out of memory or crashed; "
+                f"see the logs in {self._work.logs}, and go on with: {self._folder.resume_command()}"
+            ) from error
         except (RayError, TimeoutError) as error:
             self._rescue(training)
             raise RunFailed(f"a service failed: {error}; its log is in {self._work.logs}") from error
@@ -221,7 +232,7 @@ class TrainingRun:
         try:
             self._services().take_steps()
         except RayError as error:
-            self._display.note(f"the learner does not answer any more: {error}")
+            self._display.note(f"the learner does not answer any more ({type(error).__name__})")
 
     def _drain(self, playing: list[Any]) -> None:
         """End the workers; one that fails at it has nothing to give back but slots that expire by themselves."""
