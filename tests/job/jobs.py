@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,21 @@ def environment(**extra):
 
 def command(*arguments):
     return [sys.executable, "-m", "cluster", *map(str, arguments)]
+
+
+def start_train(folder, *overrides):
+    """``headrace train`` on the small model, for as long as the test lets it run."""
+    return subprocess.Popen(
+        command("train", QUICKSTART, *SMALL, f"run.folder={folder}", "learner.steps=1000", *overrides),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_groups_add_up(groups):
+    assert groups["reserved"] == sum(count for name, count in groups.items() if name != "reserved")
 
 
 def read_records(folder, kind="step"):

@@ -1,10 +1,8 @@
 """A service is killed in the middle of a run, as the kernel or a lost machine does it."""
 
-import subprocess
-
 import psutil
 import pytest
-from jobs import QUICKSTART, SMALL, command, environment, processes_naming, read_records, read_summary, wait_until
+from jobs import assert_groups_add_up, processes_naming, read_records, read_summary, start_train, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -12,13 +10,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("service", ["ray::LocalSampler", "ray::RolloutWorker", "ray::LearnerActor", "redis-server"])
 def test_a_run_whose_service_is_killed_ends_at_once_and_goes_on_when_resumed(train, tmp_path, service):
     settings = ["run.name=killed", "buffer.outage_seconds=5"]
-    running = subprocess.Popen(
-        command("train", QUICKSTART, *SMALL, f"run.folder={tmp_path}", *settings, "learner.steps=1000"),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    running = start_train(tmp_path, *settings)
     try:
         folder = tmp_path / "killed"
         wait_until(lambda: (folder / "metrics.jsonl").exists() and len(read_records(folder)) >= 5, running)
@@ -42,8 +34,7 @@ def test_a_run_whose_service_is_killed_ends_at_once_and_goes_on_when_resumed(tra
     summary = read_summary(folder)
     assert summary["steps"] == trained + 4
     assert summary["staleness_max_trained"] <= summary["staleness_limit"]
-    groups = summary["groups"]
-    assert groups["reserved"] == sum(count for name, count in groups.items() if name != "reserved")
+    assert_groups_add_up(summary["groups"])
     # A step after the last checkpoint is made again under a new version: no version stands for two sets of weights.
     versions = [record["version"] for record in read_records(folder)]
     assert versions == sorted(set(versions))

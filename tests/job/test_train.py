@@ -1,14 +1,9 @@
 """``headrace train`` as a person runs it: real Redis, Ray, sampler, workers and learner, on a small model."""
 
 import signal
-import subprocess
 
 import pytest
-from jobs import QUICKSTART, SMALL, command, environment, processes_naming, read_records, read_summary, wait_until
-
-
-def assert_groups_add_up(groups):
-    assert groups["reserved"] == sum(count for name, count in groups.items() if name != "reserved")
+from jobs import assert_groups_add_up, processes_naming, read_records, read_summary, start_train, wait_until
 
 
 def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
@@ -51,13 +46,7 @@ def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_tr
 
 
 def test_a_stopped_run_is_saved_and_goes_on_where_it_was(train, tmp_path):
-    running = subprocess.Popen(
-        command("train", QUICKSTART, *SMALL, f"run.folder={tmp_path}", "run.name=stopped", "learner.steps=1000"),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    running = start_train(tmp_path, "run.name=stopped")
     try:
         folder = tmp_path / "stopped"
         wait_until(lambda: (folder / "metrics.jsonl").exists() and len(read_records(folder)) >= 3, running)

@@ -13,7 +13,7 @@ from learner.packing import Rows
 
 SHAPE = (3, 17)
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_bonus": 0.1, "entropy_cap": 0.6}
-LOW, HIGH, BONUS, TARGET = SETTINGS.values()
+LOW, HIGH, BONUS, CAP = SETTINGS.values()
 
 
 def _case() -> tuple[TokenScores, Rows]:
@@ -42,7 +42,7 @@ def test_ppo_clip_equals_the_loop_over_tokens() -> None:
         log_ratio = float(scores.logprob[index]) - float(rows.logprobs[index])
         ratio, advantage = np.exp(log_ratio), float(rows.advantages[index])
         bounded = min(max(ratio, 1 - LOW), 1 + HIGH)
-        loss -= min(ratio * advantage, bounded * advantage) + BONUS * min(float(scores.entropy[index]), TARGET)
+        loss -= min(ratio * advantage, bounded * advantage) + BONUS * min(float(scores.entropy[index]), CAP)
         cut += bounded * advantage < ratio * advantage
         ratios.append(ratio)
         k3 += ratio - 1 - log_ratio
@@ -77,13 +77,13 @@ def test_ppo_clip_has_a_gradient_only_where_it_is_not_cut() -> None:
     np.testing.assert_allclose(jax.grad(loss)(scores.logprob), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_entropy_bonus_acts_only_below_its_target() -> None:
+def test_the_entropy_bonus_acts_only_below_its_cap() -> None:
     scores, rows = _case()
 
     def loss(entropy):
         return ppo_clip(scores._replace(entropy=entropy), rows, jnp.int32(5), **SETTINGS).loss
 
-    expected = np.where(rows.mask & (scores.entropy < TARGET), -BONUS, 0.0)
+    expected = np.where(rows.mask & (scores.entropy < CAP), -BONUS, 0.0)
     assert 0 < np.count_nonzero(expected) < rows.mask.sum()
     np.testing.assert_allclose(jax.grad(loss)(scores.entropy), expected, rtol=1e-6)
 
