@@ -111,6 +111,11 @@ class Chat:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Text of any tokens, special ones included, for people to read."""
+        text: str = self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return text
+
     def supervised(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """A finished conversation as one training example.
 

@@ -9,6 +9,7 @@ Axes: T = tokens of the trajectory, K = turns, F = tokens given to the policy at
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,17 +66,29 @@ async def run_episode(
     sampler: Sampler,
     sampler_name: str,
     temperature: float,
+    on_sampled: Callable[[int], None] = lambda oldest_version: None,
 ) -> Trajectory:
     """Play one episode and record it.
 
     The trajectory ends with the last reply; an observation that nobody answered is not part of it.
 
+    Args:
+        place: what it is played for.
+        agent: how the policy is asked.
+        chat: turns messages into tokens.
+        environments: where it is played.
+        sampler: who replies.
+        sampler_name: its name, for the record.
+        temperature: of the sampling.
+        on_sampled: called after each reply with the oldest version that sampled any token so far.
+
     Returns:
         A trajectory with status COMPLETED (the environment ended it), TRUNCATED (turns, context length or the
         environment's own limit), TIMEOUT or ENV_ERROR (the environment), or SAMPLER_ERROR. Its metadata holds
-        ``seed, success, turns, invalid_moves`` and, where something failed, ``error``.
+        ``seed, success, turns, invalid_moves``, where something failed ``error``, and where the environment's last
+        info names one, ``weight``: how much more often than others the trajectory should be trained on.
     """
-    record = _Record()
+    record = _Record(on_sampled)
     started = time.monotonic()
     async with environments.session() as session:
         try:
@@ -136,6 +149,9 @@ async def _play(
 class _Record:
     """The growing trajectory."""
 
+    on_sampled: Callable[[int], None]
+    oldest_version: int | None = None
+    weight: float | None = None
     length: int = 0
     sampler_seconds: float = 0.0
     invalid_moves: int = 0
@@ -169,6 +185,9 @@ class _Record:
         self._append(
             generation.tokens, np.ones(len(generation.tokens), np.bool_), generation.logprobs, generation.versions
         )
+        oldest = int(generation.versions.min())
+        self.oldest_version = oldest if self.oldest_version is None else min(self.oldest_version, oldest)
+        self.on_sampled(self.oldest_version)
         return generation
 
     def answer(self, reward: float, info: dict[str, Any]) -> None:
@@ -177,6 +196,8 @@ class _Record:
         self.invalid_moves += bool(info.get("invalid_move", False))
         if "success" in info:
             self.success = bool(info["success"])
+        if "weight" in info:
+            self.weight = float(info["weight"])
 
     def failed(self, status: Status, error: Exception) -> Status:
         """Note what ended the episode before its time."""
@@ -194,6 +215,8 @@ class _Record:
         }
         if self.error is not None:
             metadata["error"] = self.error
+        if self.weight is not None:
+            metadata["weight"] = self.weight
         return Trajectory(
             tokens=_joined(self.tokens, np.int32),
             loss_mask=_joined(self.loss_mask, np.bool_),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from actors.environments.pool import EnvironmentPool
 from actors.episode import Agent, Place, run_episode
 from actors.routing import Router
 from actors.tally import Tally
-from buffer import AsyncBuffer, BufferUnavailable, Commit, Slot, WaitTimeout
+from buffer import AsyncBuffer, BufferUnavailable, Commit, Failure, Slot, WaitTimeout
 from buffer.trajectory import Status, Trajectory
 
 RESERVE_SECONDS = 1.0
@@ -35,6 +36,7 @@ class RolloutWorker:
         *,
         name: str,
         buffer_url: str,
+        payload_urls: Sequence[str],
         run: str,
         buffer_timeout_seconds: float,
         buffer_outage_seconds: float,
@@ -57,6 +59,7 @@ class RolloutWorker:
         Args:
             name: what the buffer and people call this worker.
             buffer_url: address of Redis.
+            payload_urls: addresses of the instances that hold the payloads; none if that is Redis itself.
             run: name of the run in that Redis.
             buffer_timeout_seconds: limit of one Redis call.
             buffer_outage_seconds: how long Redis may be away before ``run`` fails.
@@ -70,7 +73,8 @@ class RolloutWorker:
             agent: how the policy is asked.
             temperature: of the training episodes' sampling.
             episodes_in_flight: episodes that run at the same time.
-            max_episode_attempts: a group is abandoned when one member failed this often.
+            max_episode_attempts: an episode of ``evaluate`` is given up when it failed this often; what becomes of one
+                in training, the buffer says.
             train_seed_start: environment seed of task 0.
             train_tasks: number of different tasks; task ``t`` has the seed of ``t % train_tasks``.
 
@@ -79,7 +83,9 @@ class RolloutWorker:
             EnvironmentSetupError: the environment cannot be made.
         """
         self._name = name
-        self._connect = lambda: AsyncBuffer(buffer_url, run, timeout_seconds=buffer_timeout_seconds)
+        self._connect = lambda: AsyncBuffer(
+            buffer_url, run, timeout_seconds=buffer_timeout_seconds, payload_urls=payload_urls
+        )
         self._outage_seconds = buffer_outage_seconds
         self._router = Router(samplers)
         self._chat = Chat(Path(model_folder))
@@ -106,6 +112,7 @@ class RolloutWorker:
         self._over = asyncio.Event()
         self._over.set()
         self._tally = Tally()
+        self._version = 0  # newest that this worker knows of
 
     async def run(self) -> None:
         """Reserve slots, run their groups and commit, until ``drain``.
@@ -165,7 +172,7 @@ class RolloutWorker:
         async def play(position: int, seed: int) -> dict[str, Any]:
             async with permits:
                 place = Place(task=position, seed=seed, group="evaluation", index=0)
-                trajectory = await self._attempt(place, self._evaluation, temperature)
+                trajectory = await self._evaluate_place(place, temperature)
             return {
                 **trajectory.metadata,
                 "reward": trajectory.reward,
@@ -195,6 +202,7 @@ class RolloutWorker:
             self._tally.waiting_for = str(wait)
             return None
         self._tally.waiting_for = None
+        self._version = max(self._version, slot.version)
         if self._draining.is_set():
             await self._abandon(buffer, slot, "drained")
             return None
@@ -210,10 +218,11 @@ class RolloutWorker:
 
     async def _play_group(self, buffer: AsyncBuffer, slot: Slot) -> str | None:
         """Run all members of a group; returns why its slot must be abandoned, or None when it need not."""
+        oldest: dict[int, int] = {}  # oldest version that each episode has sampled with, or may be sampling with
         try:
             async with asyncio.TaskGroup() as tasks:
-                renewal = tasks.create_task(self._renew(buffer, slot))
-                members = [tasks.create_task(self._run_member(buffer, slot, i)) for i in range(slot.group_size)]
+                renewal = tasks.create_task(self._renew(buffer, slot, oldest))
+                members = [tasks.create_task(self._run_member(buffer, slot, i, oldest)) for i in range(slot.group_size)]
                 for member in members:
                     member.add_done_callback(lambda _: self._change_members(-1))
                 await asyncio.wait(members)
@@ -233,44 +242,70 @@ class RolloutWorker:
         self._tally.abandoned[reason] += 1
         await self._patiently("abandon", lambda: buffer.abandon(slot.group, reason))
 
-    async def _run_member(self, buffer: AsyncBuffer, slot: Slot, index: int) -> None:
+    async def _run_member(self, buffer: AsyncBuffer, slot: Slot, index: int, oldest: dict[int, int]) -> None:
+        """Play a member until an attempt is data, or the buffer does without it."""
         place = Place(task=slot.task, seed=self._seed_of(slot.task), group=slot.group, index=index)
+        failures = 0
+
+        def note(oldest_version: int) -> None:
+            oldest[index] = oldest_version
+            self._version = max(self._version, oldest_version)
+
         async with self._permits:
-            trajectory = await self._attempt(place, self._training, self._temperature)
-        if not trajectory.status.trainable:
-            raise _GroupOver(str(trajectory.status))
-        outcome = await self._patiently("commit", lambda: buffer.commit(trajectory))
+            while True:
+                oldest[index] = self._version  # until the first reply says it exactly
+                trajectory = await self._play(place, self._training, self._temperature, note)
+                if trajectory.status.trainable:
+                    break
+                failures, reason = failures + 1, str(trajectory.status)
+                oldest.pop(index, None)
+                answer = await self._patiently("fail", partial(buffer.fail, slot.group, index, failures, reason))
+                if answer is Failure.GONE:
+                    raise _GroupOver(reason)
+                if answer is Failure.DROPPED:
+                    return
+                await asyncio.sleep(_pause(failures))
+        weight = trajectory.metadata.get("weight", 1.0)
+        outcome = await self._patiently("commit", lambda: buffer.commit(trajectory, weight=weight))
         self._tally.commits[outcome] += 1
         if outcome in (Commit.EXPIRED, Commit.STALE):
             raise _GroupOver(None)
 
-    async def _renew(self, buffer: AsyncBuffer, slot: Slot) -> None:
+    async def _renew(self, buffer: AsyncBuffer, slot: Slot, oldest: dict[int, int]) -> None:
         """Keep the slot while its group runs; end the group when the buffer has no more use for it."""
         while True:
             await asyncio.sleep(slot.seconds / 3)
-            if not await self._patiently("renew", lambda: buffer.renew(slot.group)):
+            if not await self._patiently("renew", lambda: buffer.renew(slot.group, min(oldest.values(), default=None))):
                 raise _GroupOver(None)
 
-    async def _attempt(self, place: Place, environments: EnvironmentPool, temperature: float) -> Trajectory:
+    async def _evaluate_place(self, place: Place, temperature: float) -> Trajectory:
         """The trajectory of the first attempt that is data, or of the last one."""
         for attempt in range(self._max_attempts):
             if attempt:
-                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS))
-            with self._router.route() as (sampler_name, sampler), self._tally.running_episode():
-                trajectory = await run_episode(
-                    place,
-                    agent=self._agent,
-                    chat=self._chat,
-                    environments=environments,
-                    sampler=sampler,
-                    sampler_name=sampler_name,
-                    temperature=temperature,
-                )
-            self._tally.add(trajectory)
-            if trajectory.status is Status.SAMPLER_ERROR:
-                self._router.avoid(sampler_name)
+                await asyncio.sleep(_pause(attempt))
+            trajectory = await self._play(place, self._evaluation, temperature, lambda version: None)
             if trajectory.status.trainable:
                 break
+        return trajectory
+
+    async def _play(
+        self, place: Place, environments: EnvironmentPool, temperature: float, on_sampled: Callable[[int], None]
+    ) -> Trajectory:
+        """Play an episode once, on the sampler that is least busy."""
+        with self._router.route() as (sampler_name, sampler), self._tally.running_episode():
+            trajectory = await run_episode(
+                place,
+                agent=self._agent,
+                chat=self._chat,
+                environments=environments,
+                sampler=sampler,
+                sampler_name=sampler_name,
+                temperature=temperature,
+                on_sampled=on_sampled,
+            )
+        self._tally.add(trajectory)
+        if trajectory.status is Status.SAMPLER_ERROR:
+            self._router.avoid(sampler_name)
         return trajectory
 
     async def _patiently[T](self, what: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -298,8 +333,13 @@ class RolloutWorker:
             self._room.clear()
 
 
+def _pause(failures: int) -> float:
+    """Seconds to wait after so many failures of an episode."""
+    return float(min(FIRST_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS))
+
+
 class _GroupOver(Exception):
-    """The group cannot go on: it is to be abandoned with ``reason``; without one its slot is gone already."""
+    """The group cannot go on: it is abandoned with ``reason``; without one its slot was taken back."""
 
     def __init__(self, reason: str | None) -> None:
         super().__init__(reason)

@@ -3,12 +3,12 @@
 Redis holds it; a small set of Lua scripts makes each transition atomic. It admits work, forms groups, enforces
 staleness, leases batches, and accounts for every group, whatever crashes.
 
-``AsyncBuffer`` is the side of the rollout workers, ``Buffer`` that of the learner, and ``EmbeddedRedis`` a server
-for machines that have none.
+``AsyncBuffer`` is the client of the rollout workers, ``Buffer`` that of everybody who may block, such as the learner,
+and ``EmbeddedRedis`` a server for machines that have none.
 """
 
 from buffer.async_client import AsyncBuffer
-from buffer.client import Buffer
+from buffer.client import Buffer, runs_in
 from buffer.codec import decode, encode
 from buffer.errors import (
     BufferError,
@@ -22,7 +22,8 @@ from buffer.errors import (
     WaitTimeout,
 )
 from buffer.lease import Lease
-from buffer.protocol import OUTCOMES, Commit, Limits, Slot, Stats
+from buffer.limits import Limits, Order
+from buffer.protocol import OUTCOMES, Commit, Failure, GroupInfo, Slot, State, Stats
 from buffer.server import EmbeddedRedis
 from buffer.trajectory import NOT_SAMPLED, Status, Trajectory
 
@@ -36,18 +37,23 @@ __all__ = [
     "BufferUnavailable",
     "Commit",
     "EmbeddedRedis",
+    "Failure",
     "Fenced",
     "FormatError",
+    "GroupInfo",
     "Lease",
     "Limits",
     "NotOpen",
+    "Order",
     "PortInUse",
     "ServerError",
     "Slot",
+    "State",
     "Stats",
     "Status",
     "Trajectory",
     "WaitTimeout",
     "decode",
     "encode",
+    "runs_in",
 ]

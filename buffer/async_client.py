@@ -5,7 +5,8 @@ A worker's part of the protocol::
     slot = await buffer.reserve(worker, timeout=...)
     ...run slot.group_size episodes of task slot.task, renewing the slot meanwhile...
     await buffer.commit(trajectory)                 # each, as it ends
-    await buffer.abandon(slot.group, "env_error")   # instead, when one of them cannot end well
+    await buffer.fail(slot.group, index, failures, "env_error")   # instead, for one that cannot end well
+    await buffer.abandon(slot.group, "drained")     # instead, to give up the whole group
 """
 
 from __future__ import annotations
@@ -13,41 +14,55 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from buffer.codec import encode
 from buffer.connection import AsyncConnection
-from buffer.errors import BufferError, WaitTimeout
-from buffer.protocol import Commit, Keys, Slot, Stats, check_reason, parse, parse_slot, parse_stats
-from buffer.trajectory import NOT_SAMPLED, Trajectory
+from buffer.errors import BufferError
+from buffer.keys import Keys
+from buffer.lease import Lease
+from buffer.limits import Limits
+from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Steps
+from buffer.protocol import Commit, Failure, Slot, Stats
+from buffer.trajectory import Trajectory
 
 
 class AsyncBuffer:
-    """A run's buffer, seen by rollout workers. For one event loop.
+    """A run's buffer, seen by rollout workers. For one event loop; the methods are those of ``Buffer``.
 
     Every method may raise ``BufferUnavailable`` (no answer from Redis, after three retries of ``timeout_seconds``
-    each) and ``NotOpen``. Every method may be called again after an error.
+    each) and, ``open`` excepted, ``NotOpen``. Every method may be called again after an error.
     """
 
-    def __init__(self, url: str, run: str, *, timeout_seconds: float) -> None:
+    def __init__(self, url: str, run: str, *, timeout_seconds: float, payload_urls: Sequence[str] = ()) -> None:
         """Make a client; nothing is connected yet. The arguments are those of ``Buffer``."""
-        self._keys = Keys(run)
-        self._connection = AsyncConnection(url, self._keys, timeout_seconds)
+        keys = Keys(run)
+        self._connection = AsyncConnection(url, payload_urls, keys.control, timeout_seconds)
+        self._operations = Operations(
+            keys,
+            self._connection.address.where,
+            payload_instances=len(payload_urls),
+            block_seconds=min(LONGEST_BLOCK_SECONDS, timeout_seconds / 2),
+        )
         # One coroutine of a worker waits in Redis at a time, the others in line behind it: first come, first
         # served, on one connection.
         self._line = asyncio.Lock()
 
+    async def open(self, limits: Limits) -> None:
+        """Create the run's control state, or take it up again; see ``Buffer.open``."""
+        await self._drive(self._operations.open(limits))
+
+    async def version(self) -> int:
+        """Return the current policy version."""
+        return await self._drive(self._operations.field("version"))
+
+    async def stats(self) -> Stats:
+        """Return what is in the buffer; its numbers are from one moment, so they add up."""
+        return await self._drive(self._operations.stats())
+
     async def reserve(self, worker: str, timeout: float) -> Slot:
-        """Return a slot: the right, and the duty, to run one group.
-
-        Args:
-            worker: name of the worker, for people who look for whom a wait waits.
-            timeout: seconds to wait for admission; 0 looks once.
-
-        Raises:
-            WaitTimeout: nothing was admitted in time. That is back-pressure, not a fault.
-        """
+        """Return a slot: the right, and the duty, to run one group; see ``Buffer.reserve``."""
         group = uuid.uuid4().hex
         try:
             slot = await self._admit(group, worker, time.monotonic() + timeout)
@@ -57,71 +72,61 @@ class AsyncBuffer:
                 await self.abandon(group, "cancelled")
             raise
         if slot is None:
-            raise WaitTimeout(
-                f"no slot for worker {worker} after {timeout:g} s; it waits for the learner to consume groups, "
-                f"and for other workers to complete theirs: {await self.stats()}"
-            )
+            raise await self._drive(self._operations.no_slot(worker, timeout))
         return slot
 
     async def renew(self, group: str, oldest_version: int | None = None) -> bool:
-        """Extend the deadline of a slot by ``Slot.seconds`` from now.
+        """Extend the deadline of a slot; False when its episodes should be stopped. See ``Buffer.renew``."""
+        return await self._drive(self._operations.renew(group, oldest_version))
 
-        Args:
-            group: the slot's group.
-            oldest_version: oldest version that the group's running episodes have sampled with, if known; else
-                that of the slot counts.
+    async def commit(self, trajectory: Trajectory, *, weight: float = 1.0) -> Commit:
+        """Add ``trajectory`` to its group; see ``Buffer.commit``."""
+        [answer] = await self._drive(self._operations.commit([trajectory], [weight]))
+        return answer
 
-        Returns:
-            False when the slot is gone, or its group can no longer be fresh when it is trained (the slot is
-            given up then): stop its episodes.
-        """
-        answer, _ = await self._run("renew", group, "" if oldest_version is None else int(oldest_version))
-        return answer == "ok"
-
-    async def commit(self, trajectory: Trajectory) -> Commit:
-        """Add ``trajectory`` to its group; the group is ready when all its members are in.
-
-        Raises:
-            ValueError: nothing in it was sampled, or its index or metadata are out of bounds.
-            BufferFull: Redis is at its maxmemory; nothing was stored.
-        """
-        oldest = trajectory.oldest_version
-        if oldest == NOT_SAMPLED or trajectory.index < 0:
-            raise ValueError(
-                f"trajectory {trajectory.index} of group {trajectory.group} has {int(trajectory.loss_mask.sum())} "
-                "sampled tokens; expected an index from 0 and at least one sampled token: abandon the group instead"
-            )
-        payload = encode(trajectory)
-        staged = self._keys.staged(trajectory.group, trajectory.index, uuid.uuid4().hex)
-        reply = await self._connection.commit(
-            staged, payload, trajectory.group, int(trajectory.index), len(payload), oldest
-        )
-        answer, _ = parse(reply, self._keys, self._connection.where)
-        return Commit(answer)
+    async def fail(self, group: str, index: int, failures: int, reason: str) -> Failure:
+        """Report that a member's episode ended through no fault of the policy; see ``Buffer.fail``."""
+        return await self._drive(self._operations.fail(group, index, failures, reason))
 
     async def abandon(self, group: str, reason: str) -> bool:
-        """Give up a slot; its task is issued again, a bounded number of times.
+        """Give up a slot; see ``Buffer.abandon``."""
+        return await self._drive(self._operations.abandon(group, reason))
 
-        Args:
-            group: the slot's group.
-            reason: a word to count it under, such as a ``Status`` value.
+    async def begin_epoch(self) -> int:
+        """Start a new epoch of the learner gang; see ``Buffer.begin_epoch``."""
+        return await self._drive(self._operations.begin_epoch())
 
-        Returns:
-            False when there was nothing to give up: the group is complete or gone.
-        """
-        answer, _ = await self._run("abandon", group, check_reason(reason))
-        return answer == "ok"
+    async def lease(self, epoch: int, version: int, timeout: float, *, shard: int = 0, shards: int = 1) -> Lease:
+        """Return a batch, or one shard of it, none of it too old for ``version``; see ``Buffer.lease``."""
+        return await self._drive(self._operations.lease(epoch, version, timeout, shard, shards))
 
-    async def stats(self) -> Stats:
-        """Return what is in the buffer; its numbers are from one moment, so they add up."""
-        return parse_stats((await self._run("stats"))[1])
+    async def announce(self, epoch: int, version: int) -> None:
+        """Say that weights are about to be handed out as ``version``; see ``Buffer.announce``."""
+        await self._drive(self._operations.announce(epoch, version))
+
+    async def ack(self, lease: Lease, version: int) -> None:
+        """Consume the whole batch of ``lease`` and raise the version; see ``Buffer.ack``."""
+        await self._drive(self._operations.ack(lease, version))
+
+    async def release(self, lease: Lease) -> None:
+        """Give the whole batch of ``lease`` back untrained; see ``Buffer.release``."""
+        await self._drive(self._operations.release(lease))
+
+    async def checkpointed(self, epoch: int, version: int) -> None:
+        """Say that a checkpoint with the weights of ``version`` is durable; see ``Buffer.checkpointed``."""
+        await self._drive(self._operations.checkpointed(epoch, version))
+
+    async def rollback(self, epoch: int, version: int) -> int:
+        """Put back what was trained after the checkpoint of ``version``; see ``Buffer.rollback``."""
+        return await self._drive(self._operations.rollback(epoch, version))
+
+    async def advance(self, epoch: int, version: int) -> None:
+        """Raise the policy version without a batch; see ``Buffer.advance``."""
+        await self._drive(self._operations.advance(epoch, version))
 
     async def close(self) -> None:
         """Close the connections."""
         await self._connection.close()
-
-    async def _run(self, name: str, *arguments: str | int) -> tuple[str, list[Any]]:
-        return parse(await self._connection.run(name, *arguments), self._keys, self._connection.where)
 
     async def _admit(self, group: str, worker: str, deadline: float) -> Slot | None:
         """Wait in line, then for admission; None when the deadline passes first."""
@@ -131,13 +136,18 @@ class AsyncBuffer:
         except TimeoutError:
             return None
         try:
-            while True:
-                answer, rest = await self._run("reserve", group, worker)
-                if answer == "ok":
-                    return parse_slot(group, rest)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return None
-                await self._connection.wait("slots", remaining)
+            return await self._drive(self._operations.reserve(group, worker, deadline))
         finally:
             self._line.release()
+
+    async def _drive[T](self, steps: Steps[T]) -> T:
+        """Carry out an operation."""
+        reply: Any = None
+        with self._connection.address.named():
+            while True:
+                try:
+                    request = steps.send(reply)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+                reply = await self._connection.perform(request)

@@ -1,43 +1,52 @@
-"""``Buffer``: the blocking client, for the learner, the supervisor and the command line.
+"""``Buffer``: the blocking client, for the learner, the supervisor, the command line and simple workers.
 
 The learner's part of the protocol, in the order that keeps staleness right::
 
     epoch = buffer.begin_epoch()
+    buffer.rollback(epoch, restored_version)            # what the restored checkpoint has not learned from comes again
     lease = buffer.lease(epoch, version, timeout=...)   # version = the one the batch is going to be trained with
     ...train, publish the weights as version + 1, wait until the samplers hold them...
     buffer.ack(lease, version + 1)                      # consumes the groups and frees their slots
+    ...once a checkpoint of these weights is durable...
+    buffer.checkpointed(epoch, version + 1)             # lets go of what it has learned from
 
-A slot freed by that ack is sampled with the new weights, whatever else is in flight.
+A slot freed by that ack is sampled with the new weights, whatever else is in flight. For a worker's part see
+``buffer.async_client``.
 """
 
 from __future__ import annotations
 
-import logging
 import time
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from buffer.codec import decode
 from buffer.connection import Connection
-from buffer.errors import FormatError, WaitTimeout
+from buffer.keys import ANY_CONTROL, Keys, run_of
 from buffer.lease import Lease
-from buffer.protocol import (
-    QUARANTINE_SECONDS,
-    Keys,
-    Limits,
-    Stats,
-    not_open,
-    open_arguments,
-    parse,
-    parse_batch,
-    parse_stats,
-    slices,
-)
+from buffer.limits import Limits
+from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Send, Steps
+from buffer.protocol import Commit, Failure, GroupInfo, Slot, State, Stats, text
 from buffer.trajectory import Trajectory
 
-_FETCH_BYTES = 16 << 20
-"""Payload bytes in one reply: on a slow link a larger one might not arrive within the timeout of a call."""
 
-logger = logging.getLogger(__name__)
+def runs_in(url: str, *, timeout_seconds: float) -> list[str]:
+    """Names of the runs that have a buffer in the Redis at ``url``, sorted.
+
+    Raises:
+        BufferUnavailable: it does not answer.
+    """
+    connection = Connection(url, (), ANY_CONTROL, timeout_seconds)
+    found, cursor = set(), b"0"
+    try:
+        with connection.address.named():
+            while True:
+                [[cursor, names]] = connection.perform(Send((("SCAN", cursor, "MATCH", ANY_CONTROL, "COUNT", 1000),)))
+                found |= {run for name in names if (run := run_of(text(name)))}
+                if int(cursor) == 0:
+                    return sorted(found)
+    finally:
+        connection.close()
 
 
 class Buffer:
@@ -47,16 +56,24 @@ class Buffer:
     each) and, ``open`` excepted, ``NotOpen``. Every method may be called again after an error.
     """
 
-    def __init__(self, url: str, run: str, *, timeout_seconds: float) -> None:
+    def __init__(self, url: str, run: str, *, timeout_seconds: float, payload_urls: Sequence[str] = ()) -> None:
         """Make a client; nothing is connected yet.
 
         Args:
-            url: ``redis://``, ``rediss://`` or ``unix://`` URL, with the password if there is one.
+            url: ``redis://``, ``rediss://`` or ``unix://`` URL, with the password if there is one; what redis-py takes
+                in a query (such as ``?ssl_ca_certs=/path``) may follow.
             run: name of the run.
             timeout_seconds: how long one call to Redis may take.
+            payload_urls: more instances, to which the payloads go; every client of a run needs the same in this order.
         """
-        self._keys = Keys(run)
-        self._connection = Connection(url, self._keys, timeout_seconds)
+        keys = Keys(run)
+        self._connection = Connection(url, payload_urls, keys.control, timeout_seconds)
+        self._operations = Operations(
+            keys,
+            self._connection.address.where,
+            payload_instances=len(payload_urls),
+            block_seconds=min(LONGEST_BLOCK_SECONDS, timeout_seconds / 2),
+        )
 
     def open(self, limits: Limits) -> None:
         """Create the run's control state, or take it up again, and put ``limits`` into force.
@@ -64,26 +81,103 @@ class Buffer:
         Raises:
             FormatError: the state was written by a version of headrace with another layout.
         """
-        self._run("open", *open_arguments(limits))
+        self._drive(self._operations.open(limits))
 
     def version(self) -> int:
         """Return the current policy version."""
-        return self._field("version")
+        return self._drive(self._operations.field("version"))
 
     def announced(self) -> int:
         """Return the newest version under which weights may have been handed out; -1 before the first."""
-        return self._field("announced")
+        return self._drive(self._operations.field("announced"))
 
     def stats(self) -> Stats:
         """Return what is in the buffer; its numbers are from one moment, so they add up."""
-        return parse_stats(self._run("stats")[1])
+        return self._drive(self._operations.stats())
+
+    def groups(self, state: State, most: int) -> list[GroupInfo]:
+        """Describe up to ``most`` groups of one state, those first whose time comes first."""
+        return self._drive(self._operations.groups(state, most))
+
+    def peek(self, info: GroupInfo) -> list[Trajectory]:
+        """Read the committed trajectories of a group without leasing it.
+
+        Raises:
+            FormatError: a payload is damaged or gone.
+        """
+        return self._drive(self._operations.peek(info))
+
+    def reserve(self, worker: str, timeout: float) -> Slot:
+        """Return a slot: the right, and the duty, to run one group.
+
+        Args:
+            worker: name of the worker, for people who look for whom a wait waits.
+            timeout: seconds to wait for admission; 0 looks once.
+
+        Raises:
+            WaitTimeout: nothing was admitted in time. That is back-pressure, not a fault.
+        """
+        slot = self._drive(self._operations.reserve(uuid.uuid4().hex, worker, time.monotonic() + timeout))
+        if slot is None:
+            raise self._drive(self._operations.no_slot(worker, timeout))
+        return slot
+
+    def renew(self, group: str, oldest_version: int | None = None) -> bool:
+        """Extend the deadline of a slot by ``Slot.seconds`` from now.
+
+        Args:
+            group: the slot's group.
+            oldest_version: oldest version that the group's running episodes have sampled with; None if they have not
+                sampled yet.
+
+        Returns:
+            False when the slot is gone, or its group can no longer be fresh when it is trained (the slot is
+            given up then): stop its episodes.
+        """
+        return self._drive(self._operations.renew(group, oldest_version))
+
+    def commit(self, *trajectories: Trajectory, weights: Sequence[float] | None = None) -> list[Commit]:
+        """Add each of ``trajectories`` to its group, in one round trip; a group is ready when all its members are in.
+
+        Args:
+            trajectories: of any groups.
+            weights: of each, from 0.001 to 1000, for the order ``priority``; a group has the mean of its members'.
+
+        Raises:
+            ValueError: nothing in one was sampled, or its index, size, metadata or weight are out of bounds.
+            BufferFull: Redis is at its maxmemory; what was not stored may be committed again.
+        """
+        return self._drive(self._operations.commit(trajectories, weights or [1.0] * len(trajectories)))
+
+    def fail(self, group: str, index: int, failures: int, reason: str) -> Failure:
+        """Report that a member's episode ended through no fault of the policy; the answer says what to do.
+
+        Args:
+            group: the slot's group.
+            index: the member.
+            failures: how often it has failed by now.
+            reason: a word to count it under, such as a ``Status`` value.
+        """
+        return self._drive(self._operations.fail(group, index, failures, reason))
+
+    def abandon(self, group: str, reason: str) -> bool:
+        """Give up a slot; its task is issued again, a bounded number of times.
+
+        Args:
+            group: the slot's group; with ``Limits.min_group_size`` members or more it becomes ready instead.
+            reason: a word to count it under, such as a ``Status`` value.
+
+        Returns:
+            False when there was nothing to give up: the group is complete or gone.
+        """
+        return self._drive(self._operations.abandon(group, reason))
 
     def begin_epoch(self) -> int:
         """Start a new epoch of the learner gang: fence off the old one, and redeliver what it still held."""
-        return int(self._run("begin_epoch")[1][0])
+        return self._drive(self._operations.begin_epoch())
 
-    def lease(self, epoch: int, version: int, timeout: float) -> Lease:
-        """Return the oldest ``groups_per_batch`` complete groups, none of them too old for ``version``.
+    def lease(self, epoch: int, version: int, timeout: float, *, shard: int = 0, shards: int = 1) -> Lease:
+        """Return a batch, or one shard of it, of complete groups, none of them too old for ``version``.
 
         The same (epoch, version) again returns the same batch. What is too stale is evicted, and what is
         damaged or missing is taken out, counted and made up for.
@@ -92,20 +186,14 @@ class Buffer:
             epoch: from ``begin_epoch``.
             version: policy version that the batch is going to be trained with.
             timeout: seconds to wait for a whole batch; 0 looks once.
+            shard: which shard to fetch, from 0.
+            shards: processes of the gang; each passes the same number. Shards differ little in bytes.
 
         Raises:
             WaitTimeout: there was no whole batch in time.
             Fenced: a newer epoch has begun.
         """
-        start = time.monotonic()
-        decoded: dict[str, list[Trajectory]] = {}
-        while True:
-            sizes = self._claim(epoch, version, start, timeout)
-            condemned = self._fetch({group: sizes[group] for group in sizes if group not in decoded}, decoded)
-            if not condemned:
-                return Lease(epoch=epoch, version=version, groups=[decoded[group] for group in sizes])
-            for group, outcome in condemned.items():
-                self._run("condemn", epoch, int(version), group, outcome, QUARANTINE_SECONDS)
+        return self._drive(self._operations.lease(epoch, version, timeout, shard, shards))
 
     def announce(self, epoch: int, version: int) -> None:
         """Say that weights are about to be handed out as ``version``, so that no later epoch reuses the number.
@@ -113,28 +201,45 @@ class Buffer:
         Raises:
             Fenced: a newer epoch has begun.
         """
-        self._run("announce", epoch, int(version))
+        self._drive(self._operations.announce(epoch, version))
 
     def ack(self, lease: Lease, version: int) -> None:
-        """Consume ``lease``: its batch was trained on, and the samplers hold the resulting weights as ``version``.
+        """Consume the whole batch of ``lease``: it was trained on, and the samplers hold the result as ``version``.
 
         Raises:
             Fenced: a newer epoch has begun, or the lease was released.
         """
-        if version <= lease.version:
-            raise ValueError(
-                f"version is {version}, but the lease was trained with {lease.version}: "
-                "pass the version of the weights that were published after the step"
-            )
-        self._run("ack", lease.epoch, lease.version, int(version), *lease.group_ids)
+        self._drive(self._operations.ack(lease, version))
 
     def release(self, lease: Lease) -> None:
-        """Give ``lease`` back untrained; its groups are ready again, in their old places.
+        """Give the whole batch of ``lease`` back untrained; its groups are ready again, in their old places.
 
         Raises:
             Fenced: a newer epoch has begun.
         """
-        self._run("release", lease.epoch, lease.version)
+        self._drive(self._operations.release(lease))
+
+    def checkpointed(self, epoch: int, version: int) -> None:
+        """Say that a checkpoint with the weights of ``version`` is durable; what it has learned from is forgotten.
+
+        Raises:
+            Fenced: a newer epoch has begun.
+        """
+        self._drive(self._operations.checkpointed(epoch, version))
+
+    def rollback(self, epoch: int, version: int) -> int:
+        """Put back what was trained after the checkpoint of ``version`` (-1: all that no checkpoint holds).
+
+        Groups that a lease could still take are ready again; of the others, the tasks are issued again. To be called
+        between ``begin_epoch`` and the first lease; the policy version stays as it is.
+
+        Returns:
+            How many uses of groups were undone.
+
+        Raises:
+            Fenced: a newer epoch has begun.
+        """
+        return self._drive(self._operations.rollback(epoch, version))
 
     def advance(self, epoch: int, version: int) -> None:
         """Raise the policy version without a batch: for a publication after a restart. It never goes back.
@@ -142,72 +247,32 @@ class Buffer:
         Raises:
             Fenced: a newer epoch has begun.
         """
-        self._run("advance", epoch, int(version))
+        self._drive(self._operations.advance(epoch, version))
 
     def reclaim(self) -> int:
         """Expire every open slot now and return how many there were: for who knows that their workers are gone."""
-        total = 0
-        while count := int(self._run("reclaim")[1][0]):
-            total += count
-        return total
+        return self._drive(self._operations.reclaim())
+
+    def drain(self) -> int:
+        """Empty the buffer of open slots and ready groups, and return how many; their tasks are issued again."""
+        return self._drive(self._operations.drain())
+
+    def delete(self) -> int:
+        """Delete all that Redis holds of this run, for good; return how many keys that were."""
+        return self._drive(self._operations.delete())
 
     def close(self) -> None:
         """Close the connections."""
         self._connection.close()
 
-    def _field(self, name: str) -> int:
-        value = self._connection.field(name)
-        if value is None:
-            raise not_open(self._keys, self._connection.where)
-        return int(value)
-
-    def _run(self, name: str, *arguments: str | int) -> tuple[str, list[Any]]:
-        return parse(self._connection.run(name, *arguments), self._keys, self._connection.where)
-
-    def _claim(self, epoch: int, version: int, start: float, timeout: float) -> dict[str, list[int]]:
-        """Wait until the server leases a whole batch; return the bytes of its members by group."""
-        while True:
-            answer, rest = self._run("lease", epoch, int(version))
-            if answer == "ok":
-                return parse_batch(rest)
-            if answer == "again":
-                continue
-            remaining = start + timeout - time.monotonic()
-            if remaining <= 0:
-                stats = self.stats()
-                raise WaitTimeout(
-                    f"no batch of {stats.limits.groups_per_batch} complete groups for version {version} after "
-                    f"{timeout:g} s; the learner waits for the rollout workers: {stats}"
-                )
-            self._connection.wait("ready", remaining)
-
-    def _fetch(self, sizes: dict[str, list[int]], decoded: dict[str, list[Trajectory]]) -> dict[str, str]:
-        """Fetch and decode groups into ``decoded``; return what is wrong with those that could not be."""
-        members = [(group, index) for group, of_group in sizes.items() for index in range(len(of_group))]
-        condemned: dict[str, str] = {}
-        for part in slices([size for of_group in sizes.values() for size in of_group], _FETCH_BYTES):
-            payloads = self._connection.fetch([self._keys.payload(*members[position]) for position in part])
-            for position, payload in zip(part, payloads, strict=True):
-                group, index = members[position]
+    def _drive[T](self, steps: Steps[T]) -> T:
+        """Carry out an operation."""
+        reply: Any = None
+        with self._connection.address.named():
+            while True:
                 try:
-                    if payload is None:
-                        condemned.setdefault(group, "lost")
-                        logger.warning("group %s: the payload of member %d is gone; the group is lost", group, index)
-                    else:
-                        decoded.setdefault(group, []).append(_decode_member(payload, group, index))
-                except FormatError as error:
-                    condemned[group] = "quarantined"
-                    logger.warning("group %s is quarantined: %s", group, error)
-        for group in condemned:
-            decoded.pop(group, None)
-        return condemned
-
-
-def _decode_member(payload: bytes, group: str, index: int) -> Trajectory:
-    trajectory = decode(payload)
-    if (trajectory.group, trajectory.index) != (group, index):
-        raise FormatError(
-            f"a payload says member {trajectory.index} of group {trajectory.group}, expected member {index} of "
-            f"group {group}: something else wrote it; discard it"
-        )
-    return trajectory
+                    request = steps.send(reply)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+                reply = self._connection.perform(request)

@@ -1,4 +1,4 @@
-"""Connections to Redis: run a script by its digest, wait for a wake-up, fetch payloads.
+"""Connections to Redis: run a script by its digest after some commands, and send commands.
 
 Two classes with the same methods, one blocking and one for asyncio; what can be shared is above them.
 
@@ -9,7 +9,7 @@ while a server that stays away is reported as ``BufferUnavailable`` and left to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,22 +18,26 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ResponseError,
+)
 from redis.retry import Retry
 
 from buffer.errors import BufferError, BufferFull, BufferUnavailable
-from buffer.protocol import STAGED_SECONDS, Keys, Script, script
+from buffer.lua import Script, script
+from buffer.operations import Command, Run, Send
 
 _RETRIES = 3
 _ASYNC_CONNECTIONS = 16
-_LONGEST_BLOCK_SECONDS = 1.0
-"""A waiter looks for itself this often, since slots expire without waking anybody."""
-
-Argument = str | int
 
 
 class Address:
-    """Where Redis is, in words that are safe to print: never the password."""
+    """Where a Redis is, in words that are safe to print: never the password."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -53,6 +57,11 @@ class Address:
             raise BufferUnavailable(
                 f"Redis at {self.where} refused the user or password ({error}): "
                 "correct them in buffer.url (redis://user:password@host:port)"
+            ) from error
+        except NoPermissionError as error:
+            raise BufferError(
+                f"Redis at {self.where} does not permit a call ({error}): give the user the rights that "
+                "`headrace buffer acl` prints"
             ) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise BufferUnavailable(
@@ -74,131 +83,136 @@ def _takes_flags(info: dict[str, Any]) -> bool:
     return int(str(info["redis_version"]).split(".")[0]) >= 7
 
 
-def _admitted(results: list[Any]) -> list[Any]:
-    """Reply of the script in a commit's pipeline; a failed SET before it matters only if the script missed it."""
-    stored, reply = results
+def _evaluated(code: Script, control: str, request: Run) -> Command:
+    return ("EVALSHA", code.digest, 1, control, *request.arguments)
+
+
+def _split(replies: list[Any]) -> tuple[list[Any], Any]:
+    """Replies of the commands before a script, and that of the script, whose failure is raised."""
+    *first, reply = replies
     if isinstance(reply, Exception):
         raise reply
-    if reply[0] != b"unstaged":
-        return reply
-    if isinstance(stored, Exception):
-        raise stored
-    raise BufferFull(
-        f"Redis dropped a payload within one call, though it must keep it for {STAGED_SECONDS} s: "
-        "run it with maxmemory-policy noeviction"
-    )
+    return first, reply
 
 
 class Connection:
-    """A blocking connection (a small pool; safe to share between threads)."""
+    """Blocking connections to the control instance and the payload instances (pools; safe to share between threads)."""
 
-    def __init__(self, url: str, keys: Keys, timeout_seconds: float) -> None:
-        self._keys = keys
-        self._address = Address(url)
-        self.where = self._address.where
-        self._block_seconds = min(_LONGEST_BLOCK_SECONDS, timeout_seconds / 2)
+    def __init__(self, url: str, payload_urls: Sequence[str], control: str, timeout_seconds: float) -> None:
+        self._control = control
+        self._addresses = [Address(each) for each in (url, *payload_urls)]
+        self.address = self._addresses[0]
         self._flags: bool | None = None
-        self._redis = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
-        )
+        self._clients = [
+            redis.Redis.from_url(
+                each,
+                socket_timeout=timeout_seconds,
+                socket_connect_timeout=timeout_seconds,
+                retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
+            )
+            for each in (url, *payload_urls)
+        ]
 
-    def run(self, name: str, *arguments: Argument) -> list[Any]:
-        """Run the script ``name``; return its reply."""
-        with self._address.named():
-            code = self._script(name)
-            try:
-                return self._redis.evalsha(code.digest, 1, self._keys.control, *arguments)
-            except NoScriptError:
-                self._redis.script_load(code.source)
-                return self._redis.evalsha(code.digest, 1, self._keys.control, *arguments)
-
-    def field(self, name: str) -> bytes | None:
-        """Read one field of the control state."""
-        with self._address.named():
-            value: Any = self._redis.hget(self._keys.control, name)
-            return value
-
-    def wait(self, whom: str, seconds: float) -> None:
-        """Block until ``whom`` is woken, for at most ``seconds`` and never for long."""
-        with self._address.named():
-            self._redis.blpop([self._keys.wake(whom)], max(0.01, min(seconds, self._block_seconds)))
-
-    def fetch(self, names: list[str]) -> list[bytes | None]:
-        """Read payloads; None where there is none."""
-        with self._address.named():
-            payloads: list[Any] = self._redis.mget(names)
-            return payloads
+    def perform(self, request: Run | Send) -> Any:
+        """Do what an operation asks for."""
+        if isinstance(request, Run):
+            with self._addresses[0].named():
+                return self._run(request)
+        position = 0 if request.instance is None else 1 + request.instance
+        with self._addresses[position].named():
+            return self._send(self._clients[position], request.commands, raise_on_error=not request.may_fail)
 
     def close(self) -> None:
         """Close the connections."""
-        self._redis.close()
+        for client in self._clients:
+            client.close()
 
-    def _script(self, name: str) -> Script:
+    def _run(self, request: Run) -> tuple[list[Any], Any]:
+        client = self._clients[0]
         if self._flags is None:
-            self._flags = _takes_flags(self._redis.info("server"))
-        return script(name, self._flags)
+            self._flags = _takes_flags(client.info("server"))
+        code = script(request.name, self._flags)
+        commands = (*request.first, _evaluated(code, self._control, request))
+        try:
+            return _split(self._send(client, commands, raise_on_error=False))
+        except NoScriptError:
+            client.script_load(code.source)
+            return _split(self._send(client, commands, raise_on_error=False))
+
+    def _send(self, client: redis.Redis, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
+        if len(commands) == 1:
+            try:
+                return [client.execute_command(*commands[0])]
+            except ResponseError as error:
+                if raise_on_error:
+                    raise
+                return [error]
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return pipeline.execute(raise_on_error=raise_on_error)
 
 
 class AsyncConnection:
-    """A connection for asyncio (a small pool; for one event loop)."""
+    """Connections for asyncio (pools; for one event loop)."""
 
-    def __init__(self, url: str, keys: Keys, timeout_seconds: float) -> None:
-        self._keys = keys
-        self._address = Address(url)
-        self.where = self._address.where
-        self._block_seconds = min(_LONGEST_BLOCK_SECONDS, timeout_seconds / 2)
+    def __init__(self, url: str, payload_urls: Sequence[str], control: str, timeout_seconds: float) -> None:
+        self._control = control
+        self._addresses = [Address(each) for each in (url, *payload_urls)]
+        self.address = self._addresses[0]
         self._flags: bool | None = None
         # Many episodes may commit at once; more connections than this would not make one server faster.
-        self._redis = redis.asyncio.Redis.from_pool(
-            redis.asyncio.BlockingConnectionPool.from_url(
-                url,
-                max_connections=_ASYNC_CONNECTIONS,
-                timeout=timeout_seconds,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
-                retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
+        self._clients = [
+            redis.asyncio.Redis.from_pool(
+                redis.asyncio.BlockingConnectionPool.from_url(
+                    each,
+                    max_connections=_ASYNC_CONNECTIONS,
+                    timeout=timeout_seconds,
+                    socket_timeout=timeout_seconds,
+                    socket_connect_timeout=timeout_seconds,
+                    retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
+                )
             )
-        )
+            for each in (url, *payload_urls)
+        ]
 
-    async def run(self, name: str, *arguments: Argument) -> list[Any]:
-        """Run the script ``name``; return its reply."""
-        with self._address.named():
-            code = await self._script(name)
-            try:
-                return await self._redis.evalsha(code.digest, 1, self._keys.control, *arguments)
-            except NoScriptError:
-                await self._redis.script_load(code.source)
-                return await self._redis.evalsha(code.digest, 1, self._keys.control, *arguments)
-
-    async def commit(self, staged: str, payload: bytes, *arguments: Argument) -> list[Any]:
-        """Store ``payload`` under ``staged`` and run the script that admits it, in one round trip."""
-        with self._address.named():
-            code = await self._script("commit")
-            try:
-                return _admitted(await self._stage(code, staged, payload, arguments))
-            except NoScriptError:
-                await self._redis.script_load(code.source)
-                return _admitted(await self._stage(code, staged, payload, arguments))
-
-    async def wait(self, whom: str, seconds: float) -> None:
-        """Wait until ``whom`` is woken, for at most ``seconds`` and never for long."""
-        with self._address.named():
-            await self._redis.blpop([self._keys.wake(whom)], max(0.01, min(seconds, self._block_seconds)))
+    async def perform(self, request: Run | Send) -> Any:
+        """Do what an operation asks for."""
+        if isinstance(request, Run):
+            with self._addresses[0].named():
+                return await self._run(request)
+        position = 0 if request.instance is None else 1 + request.instance
+        with self._addresses[position].named():
+            return await self._send(self._clients[position], request.commands, raise_on_error=not request.may_fail)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._redis.aclose()
+        for client in self._clients:
+            await client.aclose()
 
-    async def _stage(self, code: Script, staged: str, payload: bytes, arguments: tuple[Argument, ...]) -> list[Any]:
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.set(staged, payload, ex=STAGED_SECONDS)
-        pipeline.evalsha(code.digest, 2, self._keys.control, staged, *arguments)
-        return await pipeline.execute(raise_on_error=False)
-
-    async def _script(self, name: str) -> Script:
+    async def _run(self, request: Run) -> tuple[list[Any], Any]:
+        client = self._clients[0]
         if self._flags is None:
-            self._flags = _takes_flags(await self._redis.info("server"))
-        return script(name, self._flags)
+            self._flags = _takes_flags(await client.info("server"))
+        code = script(request.name, self._flags)
+        commands = (*request.first, _evaluated(code, self._control, request))
+        try:
+            return _split(await self._send(client, commands, raise_on_error=False))
+        except NoScriptError:
+            await client.script_load(code.source)
+            return _split(await self._send(client, commands, raise_on_error=False))
+
+    async def _send(
+        self, client: redis.asyncio.Redis, commands: Sequence[Command], *, raise_on_error: bool
+    ) -> list[Any]:
+        if len(commands) == 1:
+            try:
+                return [await client.execute_command(*commands[0])]
+            except ResponseError as error:
+                if raise_on_error:
+                    raise
+                return [error]
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return await pipeline.execute(raise_on_error=raise_on_error)

@@ -4,8 +4,12 @@ It is no descendant of the driver: whatever signals the driver's process tree or
 leaves Redis alive while the driver still needs it to save. And however the driver ends, ``kill -9`` included,
 the kernel closes its end of the channel, and the guard stops Redis and ends too.
 
+A server that is killed or crashes is started again, unless it keeps ending: its data are on the disk, and
+clients wait for it.
+
 Run as ``guard.py CHANNEL_FD LOCK_FD STOP_SECONDS SERVER CONFIG``, by path and isolated, so that it imports the
-standard library only. On the channel it reports ``started PID``, ``busy`` or ``ended STATUS``, one line each.
+standard library only. On the channel it reports ``started PID`` (at each start), ``busy`` or ``ended STATUS``, one line
+each.
 """
 
 from __future__ import annotations
@@ -19,6 +23,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+
+LEAST_SECONDS = 1.0
+"""A server that ended sooner than this after its start could not start."""
+MOST_RESTARTS, WITHIN_SECONDS = 5, 60.0
+"""A server that ends so often within so long is left alone."""
 
 
 def main(arguments: list[str]) -> None:
@@ -41,9 +51,16 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
-    redis = subprocess.Popen([server, config], stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
-    _report(channel, f"started {redis.pid}")
-    _wait(channel, awake, redis)
+    starts: list[float] = []
+    while True:
+        redis = subprocess.Popen([server, config], stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
+        starts.append(time.monotonic())
+        _report(channel, f"started {redis.pid}")
+        _wait(channel, awake, redis)
+        now = time.monotonic()
+        recent = sum(now - start < WITHIN_SECONDS for start in starts)
+        if redis.poll() in (None, 0) or now - starts[-1] < LEAST_SECONDS or recent > MOST_RESTARTS:
+            break
     _report(channel, f"ended {_stop(redis, float(stop_seconds))}")
 
 

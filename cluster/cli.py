@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,112 @@ def show_config(
         from cluster.loading import to_yaml
 
         typer.echo(to_yaml(data), nl=False)
+
+
+buffer_app = typer.Typer(
+    name="buffer",
+    help="Look into the buffer of a run, and empty it.",
+    no_args_is_help=True,
+)
+app.add_typer(buffer_app)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="redis://user:password@host:port/db of the Redis, or the folder of a run whose own Redis is up.",
+        show_default=False,
+    ),
+]
+RunName = Annotated[str | None, typer.Option("--run", help="Run in that Redis; needed if it has several.")]
+PayloadUrls = Annotated[
+    list[str] | None, typer.Option("--payload-url", help="One of buffer.payload_urls; repeat it for each, in order.")
+]
+
+
+@buffer_app.command(name="stats")
+def buffer_stats(
+    url: Target,
+    run: RunName = None,
+    payload_url: PayloadUrls = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print what is inside: groups, versions, ages, bytes, who holds leases and slots, and what became of groups."""
+    with _errors_reported():
+        from rich.console import Console
+
+        from cluster import store
+
+        store.print_stats(store.find(url, run, payload_url or ()), as_json=as_json, console=Console(highlight=False))
+
+
+@buffer_app.command(name="peek")
+def buffer_peek(
+    url: Target,
+    run: RunName = None,
+    payload_url: PayloadUrls = None,
+    group: Annotated[str | None, typer.Option(help="Group to print; by default the one that is leased next.")] = None,
+    index: Annotated[int, typer.Option(help="Which of its trajectories.")] = 0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model folder with the tokenizer; known for a run folder, else ids are printed.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Print one trajectory as text, what the policy was given and what it sampled apart. Nothing is leased."""
+    with _errors_reported():
+        from rich.console import Console
+
+        from cluster import store
+
+        store.print_trajectory(
+            found := store.find(url, run, payload_url or ()),
+            group=group,
+            index=index,
+            tokenizer=tokenizer or found.tokenizer,
+            as_json=as_json,
+            console=Console(highlight=False),
+        )
+
+
+@buffer_app.command(name="drain")
+def buffer_drain(
+    url: Target,
+    run: RunName = None,
+    payload_url: PayloadUrls = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Then delete everything of the run: it cannot go on in this Redis.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Empty a buffer of running and ready groups; their tasks are issued again.
+
+    What a learner holds stays, and workers that are up get new slots at once: stop them first to keep it empty.
+    """
+    with _errors_reported():
+        from cluster import store
+        from cluster.errors import RunError
+
+        found = store.find(url, run, payload_url or ())
+        stats = found.buffer.stats()
+        question = f"drain {stats.reserved + stats.ready} groups of run {found.run}"
+        question += " and delete everything of the run, version and task cursor included" if delete else ""
+        if not yes:
+            if not sys.stdin.isatty():
+                raise RunError(f"--yes is missing: this would {question}; add it where nobody can be asked")
+            typer.confirm(f"{question}?", abort=True)
+        typer.echo(f"{found.buffer.drain()} groups drained; their tasks are issued again")
+        if delete:
+            typer.echo(f"{found.buffer.delete()} keys deleted")
+
+
+@buffer_app.command(name="acl")
+def buffer_acl(
+    run: Annotated[str, typer.Argument(help="Run whose keys the user may touch; * for all runs.")] = "*",
+) -> None:
+    """Print the Redis command that makes a user who may do what the buffer needs, and nothing else."""
+    from cluster import store
+
+    store.print_rules(run)
 
 
 def main() -> None:

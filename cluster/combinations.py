@@ -97,6 +97,30 @@ def _check_buffer(config: Config) -> None:
         raise ValueError(
             f"buffer.port={buffer.port}: it is the port of our own Redis, but buffer.url names another; remove one"
         )
+    if buffer.url is None and buffer.payload_urls:
+        raise ValueError(
+            f"buffer.payload_urls={len(buffer.payload_urls)} URLs: they go with a Redis of yours, but buffer.url is "
+            "null; set it, or remove them"
+        )
+    if buffer.url is not None and buffer.host != "127.0.0.1":
+        raise ValueError(
+            f"buffer.host={buffer.host}: it is where our own Redis listens, but buffer.url names another; remove one"
+        )
+    if buffer.min_group_size is not None and buffer.min_group_size > buffer.group_size:
+        raise ValueError(
+            f"buffer.min_group_size={buffer.min_group_size}: expected at most buffer.group_size={buffer.group_size}; "
+            "lower it"
+        )
+    if buffer.look_ahead is not None and buffer.order != "fifo":
+        raise ValueError(
+            f"buffer.look_ahead={buffer.look_ahead}: under buffer.order={buffer.order} nothing is overtaken; "
+            "use buffer.order=fifo, or set it to null"
+        )
+    if buffer.max_uses > 1 and buffer.max_staleness == 0:
+        raise ValueError(
+            f"buffer.max_uses={buffer.max_uses}: with buffer.max_staleness=0 a group is too old once it was trained "
+            "on; raise buffer.max_staleness or use 1"
+        )
     trajectory = config.sampler.context_length * BYTES_PER_TOKEN + BYTES_PER_TRAJECTORY
     batch = buffer.groups_per_batch * buffer.group_size * trajectory
     if buffer.max_bytes < batch:

@@ -154,7 +154,8 @@ class ActorsConfig(Section):
     episodes_in_flight: Count = 64
     """Episodes that one worker plays at the same time."""
     max_episode_attempts: Count = 3
-    """Tries of an episode that fails through no fault of the policy; its group is then abandoned."""
+    """Tries of an episode that fails through no fault of the policy; its group then goes without it, if
+    ``buffer.min_group_size`` allows, or is abandoned."""
     environment_threads: Count = 2
     """Threads of one worker in which environments are stepped."""
     cpus: Cpus = 0.5
@@ -165,7 +166,11 @@ class BufferConfig(Section):
     """The buffer between the actors and the learner."""
 
     url: Annotated[str, AfterValidator(_redis_url)] | None = None
-    """Redis to use, ``redis://:password@host:port/db``; null starts one of our own, bound to loopback."""
+    """Redis to use, ``redis://user:password@host:port/db`` (``rediss://`` for TLS); null starts one of our own."""
+    payload_urls: tuple[Annotated[str, AfterValidator(_redis_url)], ...] = ()
+    """More Redis instances that hold the trajectories' bytes, for when one is not enough; ``url`` keeps the rest."""
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address of this machine that our own Redis listens on; workers on other machines need one that they reach."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of our own Redis; 0 takes a free one."""
     max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
@@ -174,8 +179,20 @@ class BufferConfig(Section):
     """Oldest that a trajectory may be when it is trained on, in seconds since its group was begun."""
     groups_per_batch: Annotated[int, Field(ge=1, le=4096)]
     """Groups in one training batch."""
+    tokens_per_batch: Annotated[int, Field(ge=1, le=1 << 50)] | None = None
+    """A batch has fewer groups than that if the next would take it beyond so many tokens; null sets no bound."""
     group_size: Annotated[int, Field(ge=1, le=1024)]
     """Trajectories in one group: episodes of the same task, compared with each other."""
+    min_group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
+    """Trajectories that a group is trained with if its other episodes failed for good; null means all of them."""
+    order: Literal["fifo", "uniform", "priority"] = "fifo"
+    """Order in which groups are trained: oldest first, a uniform draw, or a draw by the ``weight`` in the info of an
+    environment's last step, corrected for in the gradient."""
+    look_ahead: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    """Under ``fifo``, groups that may be trained before an older one whose episodes still run; beyond, the learner
+    waits for it. Null lets its staleness decide."""
+    max_uses: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Times that a group may be trained on while it is fresh."""
     max_bytes: Annotated[int, Field(ge=1, le=1 << 50)] = 1 << 30
     """Most bytes of trajectories outstanding in the buffer; no further work is admitted beyond."""
     slot_seconds: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0
@@ -369,8 +386,9 @@ class Config(Section):
         return self
 
     def redacted(self) -> dict[str, Any]:
-        """The configuration as plain data for printing and storing, the buffer's password replaced by ``***``."""
+        """The configuration as plain data for printing and storing, passwords of Redis replaced by ``***``."""
         data: dict[str, Any] = self.model_dump(mode="json")
+        data["buffer"]["payload_urls"] = [_without_password(url) for url in self.buffer.payload_urls]
         if self.buffer.url is not None:
             data["buffer"]["url"] = _without_password(self.buffer.url)
         return data

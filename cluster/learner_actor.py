@@ -117,7 +117,12 @@ class LearnerActor:
             advantage=_credit(objective),
             # With a bonus, a group without advantage still has a gradient.
             skip_without_advantage=objective.entropy_bonus == 0,
-            buffer=Buffer(buffer_url, run, timeout_seconds=self._config.buffer.timeout_seconds),
+            buffer=Buffer(
+                buffer_url,
+                run,
+                timeout_seconds=self._config.buffer.timeout_seconds,
+                payload_urls=self._config.buffer.payload_urls,
+            ),
             publisher=Publisher(
                 model,
                 partial(broadcast, samplers, settings.publish_timeout_seconds),

@@ -138,9 +138,12 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that goes on with this run, to be pasted into a shell; a password is left to be filled in."""
         words = ["headrace", "train", str(self.config_path), "run.resume=true"]
-        url = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))["buffer"]["url"]
-        if url is not None and REDACTED in url:
-            words.append(f"buffer.url={url.replace(REDACTED, 'PASSWORD')}")
+        buffer = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))["buffer"]
+        if buffer["url"] is not None and REDACTED in buffer["url"]:
+            words.append(f"buffer.url={buffer['url'].replace(REDACTED, 'PASSWORD')}")
+        if any(REDACTED in url for url in buffer["payload_urls"]):
+            urls = ", ".join(f'"{url.replace(REDACTED, "PASSWORD")}"' for url in buffer["payload_urls"])
+            words.append(f"buffer.payload_urls=[{urls}]")
         return shlex.join(words)
 
     def _take_run_id(self) -> str:

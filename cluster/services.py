@@ -16,7 +16,7 @@ import ray
 from actors.episode import Agent
 from actors.samplers.local import LocalSampler
 from actors.worker import RolloutWorker
-from buffer import Buffer, EmbeddedRedis, Limits
+from buffer import Buffer, EmbeddedRedis, Limits, Order
 from cluster.config import Config
 from cluster.learner_actor import CONCURRENT_CALLS, LearnerActor
 from cluster.ray_runtime import jax_environment
@@ -59,11 +59,19 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
         max_bytes=settings.max_bytes,
         slot_seconds=settings.slot_seconds,
         max_attempts=settings.max_attempts,
+        tokens_per_batch=settings.tokens_per_batch,
+        min_group_size=settings.min_group_size,
+        max_member_attempts=config.actors.max_episode_attempts,
+        order=Order(settings.order),
+        look_ahead=settings.look_ahead,
+        max_uses=settings.max_uses,
     )
 
     @contextmanager
     def opened(url: str) -> Iterator[tuple[str, Buffer]]:
-        client = Buffer(url, folder.run_id, timeout_seconds=settings.timeout_seconds)
+        client = Buffer(
+            url, folder.run_id, timeout_seconds=settings.timeout_seconds, payload_urls=settings.payload_urls
+        )
         try:
             client.open(limits)
             client.reclaim()  # slots of an earlier start of the run: its workers are gone
@@ -76,7 +84,12 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
             yield service
         return
     memory = settings.max_bytes + STORE_MEMORY_MARGIN
-    with EmbeddedRedis(folder.redis, port=settings.port, max_memory=memory) as server, opened(server.url) as service:
+    with (
+        EmbeddedRedis(
+            folder.redis, run=folder.run_id, host=settings.host, port=settings.port, max_memory=memory
+        ) as server,
+        opened(server.url) as service,
+    ):
         yield service
 
 
@@ -126,6 +139,7 @@ def start_workers(
         .remote(
             name=name,
             buffer_url=buffer_url,
+            payload_urls=buffer.payload_urls,
             run=run_id,
             buffer_timeout_seconds=buffer.timeout_seconds,
             buffer_outage_seconds=buffer.outage_seconds,

@@ -76,6 +76,11 @@ class Checkpoints:
         values = self._manager.restore(step, args=wanted)[_STATE]
         return Restored(jax.tree.map_with_path(lambda path, _: values[_name(path)], abstract), int(about["version"]))
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written that is not durable yet."""
+        return bool(self._manager.is_saving_in_progress())
+
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what went wrong."""
         self._manager.wait_until_finished()

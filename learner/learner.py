@@ -3,6 +3,9 @@
 The order that keeps staleness right: step k trains with version v; its weights go to every sampler as
 v + 1; only when all have acknowledged is the batch acknowledged to the buffer, which frees its slots and raises
 the version in one script. Meanwhile the next batch is fetched, and may be trained, as version v + 1.
+
+The buffer keeps what was trained until a checkpoint that has learned from it is durable, and after a restart puts back
+what the checkpoint has not: every group is trained exactly once in the life of the surviving weights.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from buffer import Buffer, BufferUnavailable, WaitTimeout
+from buffer import Buffer, BufferUnavailable, Fenced, WaitTimeout
 from learner.checkpoints import Checkpoints
 from learner.models.compilations import CompilationCounter
 from learner.packing import Ladder
@@ -81,6 +84,7 @@ class Learner:
         self._compilations = CompilationCounter()
         self._compiled = 0
         self._epoch = self._step = self._version = 0
+        self._saving: int | None = None  # version of the checkpoint that the buffer has not been told of
         self._waited = self._worked = 0.0
 
     @property
@@ -109,7 +113,7 @@ class Learner:
         """
         self._state = self._train.initialise(self._params)
         latest = self._checkpoints.latest()
-        taken = self._buffer.announced()
+        taken, saved_version = self._buffer.announced(), -1
         if latest is not None:
             self._state, saved_version = self._checkpoints.restore(latest, self._train.abstract_state)
             self._step = latest
@@ -117,6 +121,9 @@ class Learner:
             logger.info("going on from the checkpoint of step %d", latest)
         self._train.warm_up(self._state)
         self._epoch = self._buffer.begin_epoch()
+        undone = self._buffer.rollback(self._epoch, saved_version)
+        if undone:
+            logger.info("%d groups that were trained after the checkpoint come again", undone)
         self._version = taken + 1
         self._publish(partial(self._buffer.advance, self._epoch, self._version))
         self._publisher.flush()
@@ -170,6 +177,7 @@ class Learner:
                 on_step(self._make_step(batch, idle))
                 if self._step % self._checkpoint_every == 0:
                     self._save()
+                self._confirm_saved()
         except (WaitTimeout, BufferUnavailable):
             with contextlib.suppress(PublicationError, BufferUnavailable):  # the first error is the one to tell
                 self._save()
@@ -179,6 +187,8 @@ class Learner:
         finally:
             stream.close()
             self._checkpoints.wait()
+            with contextlib.suppress(BufferUnavailable, Fenced):  # then the next start of the run does it
+                self._confirm_saved()
 
     def close(self) -> None:
         """End the threads."""
@@ -231,3 +241,10 @@ class Learner:
         """Begin to write a checkpoint, of acknowledged batches only: others come again when the run is resumed."""
         self._publisher.flush()
         self._checkpoints.save(self._step, self._state, version=self._version)
+        self._saving = self._version
+
+    def _confirm_saved(self) -> None:
+        """Tell the buffer of the last checkpoint once it is durable."""
+        if self._saving is not None and not self._checkpoints.writing:
+            patiently(partial(self._buffer.checkpointed, self._epoch, self._saving), self._outage)
+            self._saving = None

@@ -133,12 +133,14 @@ class Stream:
         advantages = [self._advantage([t.rewards for t in group]) for group in lease.groups]
         informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
         examples, skipped_tokens = [], 0
-        for group, group_advantages, useful in zip(lease.groups, advantages, informative, strict=True):
+        for group, group_advantages, useful, correction in zip(
+            lease.groups, advantages, informative, lease.corrections, strict=True
+        ):
             if self._skip_without_advantage and not useful:
                 skipped_tokens += sum(int(t.loss_mask.sum()) for t in group)
                 continue
             examples += [
-                Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(advantage_K, t.loss_mask))
+                Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(correction * advantage_K, t.loss_mask))
                 for t, advantage_K in zip(group, group_advantages, strict=True)
             ]
         packed = pack(examples, self._ladder)

@@ -1,23 +1,73 @@
 -- ack: the learner has trained on a batch and published the weights that came of it.
 -- Invariant: consuming the groups, freeing their slots and raising the version are one step, so a slot admitted
--- after it is sampled with the new weights. Exactly once: all groups of the lease or none; a repeated ack finds
--- the version already there and changes nothing. Only the current epoch may ack.
--- ARGV: epoch, version of the lease, new version, groups of the lease...
+-- after it is sampled with the new weights. Exactly once: all groups of the lease or none; a repeated ack changes
+-- nothing. Only the current epoch may ack.
+-- A server that was killed may have forgotten the lease. Then the caller, who holds it, names its groups, and they are
+-- consumed wherever they are now.
+-- ARGV: epoch, version of the lease, its id, new version, groups of a forgotten lease...
 local refused = refuse(ARGV[1])
 if refused then
   return refused
 end
-local lease, version = tonumber(ARGV[2]), tonumber(ARGV[3])
-for position = 4, #ARGV do
-  if tonumber(redis.call('ZSCORE', leased, ARGV[position])) ~= lease then
-    local acked = redis.call('GET', prefix .. 'past:' .. ARGV[position]) == 'acked'
-    return {(acked and number('version') >= version) and 'ok' or 'over'}
+local id, version = ARGV[3], tonumber(ARGV[4])
+local closed = prefix .. 'closed'
+if redis.call('LPOS', closed, id) then
+  return {'ok', number('acks')}
+end
+local stored = redis.call('HGET', leases, ARGV[2])
+local record = stored and cjson.decode(stored) or {}
+local groups = {}
+if record.id == id then
+  groups = redis.call('ZRANGEBYSCORE', leased, ARGV[2], ARGV[2])
+  local size = 0
+  for _, of_shard in ipairs(record.counts) do
+    size = size + of_shard
+  end
+  if #groups < size then
+    return {'incomplete', size - #groups}
+  end
+  redis.call('HDEL', leases, ARGV[2])
+elseif #ARGV == 4 then
+  return {'over'}
+end
+for position = 5, #ARGV do
+  local key = group_key(ARGV[position])
+  if record.id ~= id and redis.call('EXISTS', key) == 1 and redis.call('HEXISTS', key, 'settled') == 0 then
+    redis.call('HSETNX', key, 'oldest', version) -- its members may be forgotten, too
+    groups[#groups + 1] = ARGV[position]
   end
 end
-for position = 4, #ARGV do
-  redis.call('HDEL', prefix .. 'attempts', retire(ARGV[position], 'acked'))
+
+if limits.max_uses > 1 then -- what is used again stays in order
+  local places = {}
+  for _, group in ipairs(groups) do
+    places[group] = tonumber(redis.call('HGET', group_key(group), 'place')) or 0
+  end
+  table.sort(groups, function(a, b) return places[a] < places[b] end)
 end
+local oldest_fresh = version - limits.max_staleness
+for _, group in ipairs(groups) do
+  local key = group_key(group)
+  redis.call('ZADD', trained, version, group .. ':' .. redis.call('HINCRBY', key, 'uses', 1))
+  redis.call('HINCRBY', key, 'unsaved', 1)
+  redis.call('HDEL', key, 'shard', 'correction')
+  local uses, oldest = unpack(redis.call('HMGET', key, 'uses', 'oldest'))
+  if tonumber(uses) < limits.max_uses and tonumber(oldest) >= oldest_fresh then
+    leave(group)
+    redis.call('HSET', key, 'place', place_of(group, redis.call('HINCRBY', control, 'tickets', 1)))
+    add_ready(group)
+  else
+    settle(group)
+  end
+end
+count('uses', #groups)
 if version > number('version') then
   redis.call('HSET', control, 'version', version)
 end
-return {'ok'}
+-- What no lease could take any more is of no use to a rollback either.
+for _, group in ipairs(redis.call('ZRANGEBYSCORE', kept, '-inf', '(' .. oldest_fresh, 'LIMIT', 0, SWEEP + #groups)) do
+  drop_payloads(group)
+end
+redis.call('LPUSH', closed, id)
+redis.call('LTRIM', closed, 0, 255)
+return {'ok', redis.call('HINCRBY', control, 'acks', 1)}

@@ -1,6 +1,6 @@
 -- renew: extend the deadline of a slot.
--- Invariant: a slot whose group can no longer be fresh is not kept alive; it is retired as stale on the spot.
--- ARGV: group, oldest version that its running episodes have sampled with ('' = not known: that of the slot)
+-- Invariant: a slot whose group can no longer be fresh is not kept alive; it is discarded as stale on the spot.
+-- ARGV: group, oldest version that its running episodes have sampled with ('' = none has sampled yet)
 if not is_open() then
   return {'not_open'}
 end
@@ -8,9 +8,15 @@ local group = ARGV[1]
 if not redis.call('ZSCORE', reserved, group) then
   return {'gone'}
 end
-local oldest = tonumber(ARGV[2]) or tonumber(redis.call('HGET', group_key(group), 'version'))
-if retire_if_stale(group, oldest, number('version')) then
+local committed, born = unpack(redis.call('HMGET', group_key(group), 'oldest', 'born'))
+local oldest = tonumber(ARGV[2]) or tonumber(committed)
+if oldest and committed then
+  oldest = math.min(oldest, committed)
+end
+local why = why_stale(oldest, born, number('version'))
+if why then
+  discard_stale(group, why)
   return {'stale'}
 end
-redis.call('ZADD', reserved, 'XX', now() + number('slot_ms'), group)
+redis.call('ZADD', reserved, 'XX', now() + limits.slot_ms, group)
 return {'ok'}

@@ -28,6 +28,7 @@ LIMITS = Limits(
     max_bytes=10**8,
     slot_seconds=30.0,
     max_attempts=2,
+    max_member_attempts=2,
 )
 
 
@@ -52,6 +53,7 @@ def make_worker(url, run, folder, samplers, **changes):
     arguments = {
         "name": "worker-0",
         "buffer_url": url,
+        "payload_urls": (),
         "run": run,
         "buffer_timeout_seconds": 20.0,
         "buffer_outage_seconds": 20.0,
@@ -186,8 +188,37 @@ def test_a_group_whose_member_keeps_failing_is_abandoned_with_the_reason(server,
     assert stats.outstanding == 0 and stats.unaccounted == 0
 
 
+def test_a_group_does_without_a_member_that_keeps_failing(server, run, character_folder):
+    buffer = open_buffer(server, run, max_staleness=3, max_member_attempts=1, min_group_size=2)
+    scripted.Counting.release.clear()
+    count = iter(range(10**6))
+    # Every ninth episode hangs, so no group of three has two of them; each has one turn.
+    sampler = scripted.ScriptedSampler(character_folder, lambda _: "done" if next(count) % 9 else "hang")
+    worker = make_worker(
+        server.url,
+        run,
+        character_folder,
+        {"s": sampler},
+        environment_id="scripted/Counting-v0",
+        step_timeout_seconds=0.3,
+    )
+
+    async def scenario():
+        epoch = await asyncio.to_thread(buffer.begin_epoch)
+        async with running(worker):
+            await until(lambda: asyncio.to_thread(lambda: buffer.stats().ready == 8))
+            lease = await asyncio.to_thread(buffer.lease, epoch, 0, 1)
+        scripted.Counting.release.set()
+        return lease
+
+    lease = asyncio.run(scenario())
+    counters = buffer.stats().counters
+    assert counters["short_groups"] == counters["failed:timeout"] >= 1
+    assert {len(group) for group in lease.groups} <= {2, 3}
+
+
 def test_an_environment_that_hangs_costs_its_own_groups_only(server, run, character_folder):
-    buffer = open_buffer(server, run, max_staleness=3)
+    buffer = open_buffer(server, run, max_staleness=3, max_member_attempts=1)
     scripted.Counting.release.clear()
     count = iter(range(10**6))
     # Every eighth episode hangs; each has one turn.
@@ -199,7 +230,6 @@ def test_an_environment_that_hangs_costs_its_own_groups_only(server, run, charac
         {"s": sampler},
         environment_id="scripted/Counting-v0",
         step_timeout_seconds=0.3,
-        max_episode_attempts=1,
     )
 
     async def scenario():

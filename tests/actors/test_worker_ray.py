@@ -89,6 +89,7 @@ def test_a_worker_actor_feeds_the_learner_and_evaluates(sampler, character_folde
         epoch = buffer.begin_epoch()
         worker = ray.remote(num_cpus=0)(RolloutWorker).remote(
             name="worker-0",
+            payload_urls=(),
             buffer_url=server.url,
             run="ray",
             buffer_timeout_seconds=20.0,

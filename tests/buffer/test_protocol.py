@@ -9,16 +9,17 @@ from dataclasses import fields
 import pytest
 from buffer_examples import complete, limits, trajectory
 
-from buffer import BufferError, Commit, Fenced, FormatError, Limits, NotOpen, WaitTimeout
+from buffer import BufferError, Commit, Fenced, FormatError, Limits, NotOpen, Order, WaitTimeout
 
 
-def payloads(raw, run):
-    return raw.keys(f"{{headrace:{run}}}:payload:*")
+def payloads(raw, run, slot=None, index="*"):
+    return raw.keys(f"{{headrace:{run}}}:payload:{slot.group if slot else '*'}:{index}:*")
 
 
 def let_pass(raw, run, slot, seconds):
     """Move the reservation of ``slot`` into the past."""
     raw.hincrby(f"{{headrace:{run}}}:group:{slot.group}", "born", -1000 * seconds)
+    raw.zadd(f"{{headrace:{run}}}:ready_births", {slot.group: -1000 * seconds}, xx=True, incr=True)
 
 
 def set_clock_back(raw, run, slot, seconds):
@@ -134,13 +135,16 @@ def test_a_repeated_commit_is_a_duplicate_before_and_after_the_ack(buffer, worke
     assert call(workers.commit(again)) is Commit.DUPLICATE
     buffer.ack(lease, 1)
     assert call(workers.commit(again)) is Commit.DUPLICATE
-    assert payloads(raw, run) == [] == raw.keys(f"{{headrace:{run}}}:staged:*")
+    assert len(payloads(raw, run)) == 2  # those of the commits that were accepted, until a checkpoint
+    buffer.checkpointed(epoch, 1)
+    assert call(workers.commit(again)) is Commit.DUPLICATE
+    assert payloads(raw, run) == []
 
 
 def test_a_commit_without_a_slot_is_expired_and_leaves_nothing(buffer, workers, call, raw, run):
     buffer.open(limits())
     assert call(workers.commit(trajectory("nobody", 0))) is Commit.EXPIRED
-    assert payloads(raw, run) == [] == raw.keys(f"{{headrace:{run}}}:staged:*")
+    assert payloads(raw, run) == []
 
 
 def test_a_stale_commit_retires_its_group_and_the_task_is_issued_again(buffer, workers, call):
@@ -159,7 +163,7 @@ def test_a_commit_that_cannot_be_trained_on_is_refused(buffer, workers, call):
     slot = call(workers.reserve("worker", timeout=0))
     with pytest.raises(ValueError, match="at least one sampled token"):
         call(workers.commit(trajectory(slot.group, 0, tokens=2)))
-    with pytest.raises(ValueError, match="below the group size 2"):
+    with pytest.raises(ValueError, match="index is 2; expected one below the group size"):
         call(workers.commit(trajectory(slot.group, 2)))
 
 
@@ -192,13 +196,22 @@ def test_a_slot_that_can_no_longer_be_fresh_is_told_at_its_renewal(buffer, worke
     buffer.open(limits(max_staleness=1))
     epoch = buffer.begin_epoch()
     slots = [call(workers.reserve("worker", timeout=0)) for _ in range(3)]
+    call(workers.commit(trajectory(slots[1].group, 0, version=0)))
     buffer.advance(epoch, 1)
-    assert all(call(workers.renew(slot.group)) for slot in slots)
+    assert all(call(workers.renew(slot.group, oldest_version=0)) for slot in slots)
     buffer.advance(epoch, 2)
-    assert not call(workers.renew(slots[0].group))
-    assert not call(workers.renew(slots[1].group, oldest_version=0))
+    assert not call(workers.renew(slots[0].group, oldest_version=0))
+    assert not call(workers.renew(slots[1].group, oldest_version=2))  # its other member is too old
     assert call(workers.renew(slots[2].group, oldest_version=1))
     assert (buffer.stats().counters["stale"], buffer.stats().reserved) == (2, 1)
+
+
+def test_a_slot_whose_episodes_have_not_sampled_yet_can_still_be_fresh(buffer, workers, call):
+    buffer.open(limits(max_staleness=0))
+    epoch = buffer.begin_epoch()
+    slot = call(workers.reserve("worker", timeout=0))
+    buffer.advance(epoch, 5)
+    assert call(workers.renew(slot.group))
 
 
 def test_a_slot_too_old_to_be_fresh_is_told_at_its_renewal_and_at_its_commit(buffer, workers, call, raw, run):
@@ -406,8 +419,8 @@ def test_an_ack_consumes_the_batch_and_raises_the_version_once(buffer, workers, 
     for _ in range(3):
         buffer.ack(lease, 1)
     stats = buffer.stats()
-    assert (stats.version, stats.counters["acked"], stats.outstanding, stats.bytes) == (1, 2, 0, 0)
-    assert payloads(raw, run) == []
+    assert (stats.version, stats.counters["acked"], stats.outstanding) == (1, 2, 0)
+    assert (stats.counters["uses"], stats.unsaved) == (2, 2)
 
 
 def test_a_task_that_was_trained_on_leaves_no_record_of_its_failures(buffer, workers, call, raw, run):
@@ -496,7 +509,7 @@ def test_a_damaged_payload_quarantines_its_group_and_the_batch_is_made_up(buffer
     buffer.open(limits(max_staleness=2, groups_per_batch=2))
     epoch = buffer.begin_epoch()
     slots = [call(complete(workers)) for _ in range(3)]
-    raw.setrange(f"{{headrace:{run}}}:payload:{slots[0].group}:1", 30, b"\xff\xff\xff")
+    raw.setrange(*payloads(raw, run, slots[0], 1), 40, b"\xff\xff\xff")
     lease = buffer.lease(epoch, 0, timeout=0)
     assert lease.group_ids == [slots[1].group, slots[2].group]
     assert buffer.stats().counters["quarantined"] == 1
@@ -510,7 +523,7 @@ def test_a_payload_of_another_group_is_damage(buffer, workers, call, raw, run):
     buffer.open(limits(groups_per_batch=1))
     epoch = buffer.begin_epoch()
     slots = [call(complete(workers)) for _ in range(2)]
-    raw.copy(*(f"{{headrace:{run}}}:payload:{slots[i].group}:0" for i in (1, 0)), replace=True)
+    raw.copy(*(payloads(raw, run, slots[i], 0)[0] for i in (1, 0)), replace=True)
     assert buffer.lease(epoch, 0, timeout=0).group_ids == [slots[1].group]
 
 
@@ -518,7 +531,7 @@ def test_a_missing_payload_loses_its_group_and_the_batch_waits_to_be_made_up(buf
     buffer.open(limits(max_staleness=2, groups_per_batch=2))
     epoch = buffer.begin_epoch()
     slots = [call(complete(workers)) for _ in range(2)]
-    raw.delete(f"{{headrace:{run}}}:payload:{slots[0].group}:0")
+    raw.delete(*payloads(raw, run, slots[0], 0))
     with pytest.raises(WaitTimeout):
         buffer.lease(epoch, 0, timeout=0)
     assert buffer.stats().counters["lost"] == 1
@@ -532,7 +545,7 @@ def test_quarantine_is_bounded(buffer, workers, call, raw, run):
     epoch = buffer.begin_epoch()
     for _ in range(70):
         slot = call(complete(workers))
-        raw.set(f"{{headrace:{run}}}:payload:{slot.group}:0", "not a trajectory")
+        raw.set(*payloads(raw, run, slot, 0), "not a trajectory")
     with pytest.raises(WaitTimeout):
         buffer.lease(epoch, 0, timeout=0)
     assert buffer.stats().counters["quarantined"] == 70
@@ -540,7 +553,7 @@ def test_quarantine_is_bounded(buffer, workers, call, raw, run):
 
 
 def test_a_batch_larger_than_one_reply_arrives_in_slices(buffer, workers, call, monkeypatch):
-    monkeypatch.setattr("buffer.client._FETCH_BYTES", 20_000)
+    monkeypatch.setattr("buffer.operations.FETCH_BYTES", 20_000)
     buffer.open(limits(groups_per_batch=4, group_size=3))
     epoch = buffer.begin_epoch()
     slots = [call(complete(workers, tokens=tokens)) for tokens in (10, 700, 3000, 10)]
@@ -575,7 +588,7 @@ def test_another_control_format_is_refused(buffer, raw, run):
         buffer.open(limits())
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Limits)])
+@pytest.mark.parametrize("name", [field.name for field in fields(Limits) if field.name != "order"])
 def test_impossible_limits_name_the_field_and_the_value(name):
     with pytest.raises(ValueError, match=rf"Limits\.{name} is -1; expected"):
         limits(**{name: -1})
@@ -591,6 +604,11 @@ def test_limits_come_back_as_they_were_set(buffer, max_age_seconds):
         max_bytes=1 << 40,
         slot_seconds=1.25,
         max_attempts=2,
+        tokens_per_batch=1000,
+        min_group_size=6,
+        max_member_attempts=4,
+        order=Order.PRIORITY,
+        max_uses=3,
     )
     buffer.open(wanted)
     assert buffer.stats().limits == wanted

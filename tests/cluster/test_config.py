@@ -1,7 +1,7 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -103,6 +103,11 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (["model.architecture.num_key_value_heads=3"], ("num_attention_heads=2", "multiple of")),
         (["objective.entropy_bonus=0"], ("objective.entropy_cap=0.5", "entropy_bonus, which is 0", "null")),
         (["buffer.url=redis://h:1", "buffer.port=7"], ("buffer.port=7", "buffer.url")),
+        (["buffer.payload_urls=['redis://h:2']"], ("buffer.payload_urls=1 URLs", "buffer.url is null")),
+        (["buffer.url=redis://h:1", "buffer.host=10.0.0.1"], ("buffer.host=10.0.0.1", "buffer.url")),
+        (["buffer.min_group_size=9"], ("buffer.min_group_size=9", "at most buffer.group_size=8")),
+        (["buffer.order=uniform", "buffer.look_ahead=3"], ("buffer.look_ahead=3", "buffer.order=uniform")),
+        (["buffer.max_staleness=0", "buffer.max_uses=2"], ("buffer.max_uses=2", "buffer.max_staleness=0")),
         (["buffer.max_bytes=1000"], ("buffer.max_bytes=1000", "16 × 8", "never be complete")),
         (  # the arrays alone would fit
             [f"buffer.max_bytes={16 * 8 * 216 * 13}"],
@@ -190,12 +195,21 @@ def test_the_longest_name_is_one_that_the_buffer_takes():
 
 @pytest.mark.parametrize(
     "name",
-    ["max_staleness", "max_age_seconds", "groups_per_batch", "group_size", "max_bytes", "slot_seconds", "max_attempts"],
+    [
+        "max_staleness",
+        "max_age_seconds",
+        "groups_per_batch",
+        "group_size",
+        "max_bytes",
+        "slot_seconds",
+        "max_attempts",
+        "max_uses",
+    ],
 )
 def test_the_buffer_takes_whatever_the_schema_takes(name):
     [least] = [bound.ge for bound in BufferConfig.model_fields[name].metadata if isinstance(bound, Ge)]
     [most] = [bound.le for bound in BufferConfig.model_fields[name].metadata if isinstance(bound, Le)]
-    some = dict.fromkeys([field.name for field in fields(Limits)], 1)
+    some = {field.name: 1 for field in fields(Limits) if field.default is MISSING}
     for value in (least, most):
         Limits(**some | {name: value})
 
