@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 SCRIPT_COMMANDS: Final = (
-    *("del", "exists", "expire", "get", "persist", "set", "unlink", "time"),
+    *("del", "exists", "get", "persist", "set", "unlink", "time"),
     *("hdel", "hexists", "hget", "hgetall", "hincrby", "hmget", "hset", "hsetnx"),
     *("llen", "lpop", "lpos", "lpush", "ltrim", "rpop", "rpush"),
     *("zadd", "zcard", "zcount", "zrange", "zrangebyscore", "zrem", "zscore"),
@@ -15,9 +15,9 @@ SCRIPT_COMMANDS: Final = (
 CLIENT_COMMANDS: Final = (
     *("auth", "hello", "info", "ping", "select"),
     *("evalsha", "script|load"),
-    *("blpop", "hget", "lrange", "lrem", "mget", "rename", "scan"),
+    *("blpop", "expire", "hget", "lrange", "lrem", "mget", "rename", "scan"),
 )
-"""Commands that the clients send, besides ``set``, ``expire``, ``persist`` and ``unlink``."""
+"""Commands that the clients send, besides ``set``, ``persist`` and ``unlink``."""
 
 USER: Final = "headrace"
 

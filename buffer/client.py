@@ -186,7 +186,7 @@ class Buffer:
             epoch: from ``begin_epoch``.
             version: policy version that the batch is going to be trained with.
             timeout: seconds to wait for a whole batch; 0 looks once.
-            shard: which shard to fetch, from 0.
+            shard: which shard to fetch, from 0; the process that has shard 0 acks the lease.
             shards: processes of the gang; each passes the same number. Shards differ little in bytes.
 
         Raises:

@@ -1,6 +1,7 @@
 """Connections to Redis: run a script by its digest after some commands, and send commands.
 
-Two classes with the same methods, one blocking and one for asyncio; what can be shared is above them.
+Each kind of class comes twice with the same methods, once blocking and once for asyncio; what can be shared is above
+them. In a Redis Cluster a run has one slot, so a connection follows it to the node that has it.
 
 Retries are redis-py's, three of them with jittered backoff, on a broken connection or a call that takes longer
 than the timeout. That is safe because every call of the protocol is idempotent; it bridges a failing link,
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -21,6 +22,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -29,7 +31,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from buffer.errors import BufferError, BufferFull, BufferUnavailable
-from buffer.lua import Script, script
+from buffer.lua import script
 from buffer.operations import Command, Run, Send
 
 _RETRIES = 3
@@ -83,8 +85,17 @@ def _takes_flags(info: dict[str, Any]) -> bool:
     return int(str(info["redis_version"]).split(".")[0]) >= 7
 
 
-def _evaluated(code: Script, control: str, request: Run) -> Command:
-    return ("EVALSHA", code.digest, 1, control, *request.arguments)
+def _moved(replies: list[Any]) -> MovedError | None:
+    """The answer of a cluster's node that does not have the run's slot, if there is one among ``replies``."""
+    return next((reply for reply in replies if isinstance(reply, MovedError)), None)
+
+
+def _at(url: str, node: MovedError) -> str:
+    """``url`` with the host and port of another node of its cluster."""
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    host = f"[{node.host}]" if ":" in node.host else node.host
+    return urlunsplit(parts._replace(netloc=f"{user}{at}{host}:{node.port}"))
 
 
 def _split(replies: list[Any]) -> tuple[list[Any], Any]:
@@ -95,124 +106,188 @@ def _split(replies: list[Any]) -> tuple[list[Any], Any]:
     return first, reply
 
 
+class _Instance:
+    """One Redis, blocking."""
+
+    def __init__(self, url: str, timeout_seconds: float) -> None:
+        self._url, self._timeout = url, timeout_seconds
+        self.address = Address(url)
+        self._first = self._client = self._connect(url)
+
+    def send(self, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
+        """Send commands in one pipeline; failures are raised or are among the replies."""
+        with self.address.named():
+            try:
+                replies = self._send(commands)
+                if moved := _moved(replies):
+                    self._close_other()
+                    self._client = self._connect(_at(self._url, moved))
+                    replies = self._send(commands)
+            except (redis.ConnectionError, redis.TimeoutError):
+                self._close_other()  # the node may be gone; whoever was given first knows where the slot is now
+                raise
+            for reply in replies:
+                if raise_on_error and isinstance(reply, Exception):
+                    raise reply
+            return replies
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._close_other()
+        self._first.close()
+
+    def _connect(self, url: str) -> redis.Redis:
+        return redis.Redis.from_url(
+            url,
+            socket_timeout=self._timeout,
+            socket_connect_timeout=self._timeout,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
+        )
+
+    def _close_other(self) -> None:
+        client, self._client = self._client, self._first
+        if client is not self._first:
+            client.close()
+
+    def _send(self, commands: Sequence[Command]) -> list[Any]:
+        if len(commands) == 1:
+            try:
+                return [self._client.execute_command(*commands[0])]
+            except ResponseError as error:
+                return [error]
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return pipeline.execute(raise_on_error=False)
+
+
 class Connection:
     """Blocking connections to the control instance and the payload instances (pools; safe to share between threads)."""
 
     def __init__(self, url: str, payload_urls: Sequence[str], control: str, timeout_seconds: float) -> None:
-        self._control = control
-        self._addresses = [Address(each) for each in (url, *payload_urls)]
-        self.address = self._addresses[0]
+        self._key = control
+        self._control = _Instance(url, timeout_seconds)
+        self._payloads = [_Instance(each, timeout_seconds) for each in payload_urls]
+        self.address = self._control.address
         self._flags: bool | None = None
-        self._clients = [
-            redis.Redis.from_url(
-                each,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
-                retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
-            )
-            for each in (url, *payload_urls)
-        ]
 
     def perform(self, request: Run | Send) -> Any:
         """Do what an operation asks for."""
         if isinstance(request, Run):
-            with self._addresses[0].named():
-                return self._run(request)
-        position = 0 if request.instance is None else 1 + request.instance
-        with self._addresses[position].named():
-            return self._send(self._clients[position], request.commands, raise_on_error=not request.may_fail)
+            return self._run(request)
+        instance = self._control if request.instance is None else self._payloads[request.instance]
+        return instance.send(request.commands, raise_on_error=not request.may_fail)
 
     def close(self) -> None:
         """Close the connections."""
-        for client in self._clients:
-            client.close()
+        for instance in (self._control, *self._payloads):
+            instance.close()
 
     def _run(self, request: Run) -> tuple[list[Any], Any]:
-        client = self._clients[0]
         if self._flags is None:
-            self._flags = _takes_flags(client.info("server"))
+            [info] = self._control.send((("INFO", "server"),), raise_on_error=True)
+            self._flags = _takes_flags(info)
         code = script(request.name, self._flags)
-        commands = (*request.first, _evaluated(code, self._control, request))
-        try:
-            return _split(self._send(client, commands, raise_on_error=False))
-        except NoScriptError:
-            client.script_load(code.source)
-            return _split(self._send(client, commands, raise_on_error=False))
+        commands = (*request.first, ("EVALSHA", code.digest, 1, self._key, *request.arguments))
+        replies = self._control.send(commands, raise_on_error=False)
+        if isinstance(replies[-1], NoScriptError):
+            self._control.send((("SCRIPT LOAD", code.source),), raise_on_error=True)
+            replies = self._control.send(commands, raise_on_error=False)
+        with self.address.named():
+            return _split(replies)
 
-    def _send(self, client: redis.Redis, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
+
+class _AsyncInstance:
+    """One Redis, for asyncio."""
+
+    def __init__(self, url: str, timeout_seconds: float) -> None:
+        self._url, self._timeout = url, timeout_seconds
+        self.address = Address(url)
+        self._first = self._client = self._connect(url)
+
+    async def send(self, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
+        """Send commands in one pipeline; failures are raised or are among the replies."""
+        with self.address.named():
+            try:
+                replies = await self._send(commands)
+                if moved := _moved(replies):
+                    await self._close_other()
+                    self._client = self._connect(_at(self._url, moved))
+                    replies = await self._send(commands)
+            except (redis.ConnectionError, redis.TimeoutError):
+                await self._close_other()  # the node may be gone; whoever was given first knows where the slot is now
+                raise
+            for reply in replies:
+                if raise_on_error and isinstance(reply, Exception):
+                    raise reply
+            return replies
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._close_other()
+        await self._first.aclose()
+
+    def _connect(self, url: str) -> redis.asyncio.Redis:
+        # Many episodes may commit at once; more connections than this would not make one server faster.
+        return redis.asyncio.Redis.from_pool(
+            redis.asyncio.BlockingConnectionPool.from_url(
+                url,
+                max_connections=_ASYNC_CONNECTIONS,
+                timeout=self._timeout,
+                socket_timeout=self._timeout,
+                socket_connect_timeout=self._timeout,
+                retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
+            )
+        )
+
+    async def _close_other(self) -> None:
+        client, self._client = self._client, self._first
+        if client is not self._first:
+            await client.aclose()
+
+    async def _send(self, commands: Sequence[Command]) -> list[Any]:
         if len(commands) == 1:
             try:
-                return [client.execute_command(*commands[0])]
+                return [await self._client.execute_command(*commands[0])]
             except ResponseError as error:
-                if raise_on_error:
-                    raise
                 return [error]
-        pipeline = client.pipeline(transaction=False)
+        pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
-        return pipeline.execute(raise_on_error=raise_on_error)
+        return await pipeline.execute(raise_on_error=False)
 
 
 class AsyncConnection:
     """Connections for asyncio (pools; for one event loop)."""
 
     def __init__(self, url: str, payload_urls: Sequence[str], control: str, timeout_seconds: float) -> None:
-        self._control = control
-        self._addresses = [Address(each) for each in (url, *payload_urls)]
-        self.address = self._addresses[0]
+        self._key = control
+        self._control = _AsyncInstance(url, timeout_seconds)
+        self._payloads = [_AsyncInstance(each, timeout_seconds) for each in payload_urls]
+        self.address = self._control.address
         self._flags: bool | None = None
-        # Many episodes may commit at once; more connections than this would not make one server faster.
-        self._clients = [
-            redis.asyncio.Redis.from_pool(
-                redis.asyncio.BlockingConnectionPool.from_url(
-                    each,
-                    max_connections=_ASYNC_CONNECTIONS,
-                    timeout=timeout_seconds,
-                    socket_timeout=timeout_seconds,
-                    socket_connect_timeout=timeout_seconds,
-                    retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
-                )
-            )
-            for each in (url, *payload_urls)
-        ]
 
     async def perform(self, request: Run | Send) -> Any:
         """Do what an operation asks for."""
         if isinstance(request, Run):
-            with self._addresses[0].named():
-                return await self._run(request)
-        position = 0 if request.instance is None else 1 + request.instance
-        with self._addresses[position].named():
-            return await self._send(self._clients[position], request.commands, raise_on_error=not request.may_fail)
+            return await self._run(request)
+        instance = self._control if request.instance is None else self._payloads[request.instance]
+        return await instance.send(request.commands, raise_on_error=not request.may_fail)
 
     async def close(self) -> None:
         """Close the connections."""
-        for client in self._clients:
-            await client.aclose()
+        for instance in (self._control, *self._payloads):
+            await instance.close()
 
     async def _run(self, request: Run) -> tuple[list[Any], Any]:
-        client = self._clients[0]
         if self._flags is None:
-            self._flags = _takes_flags(await client.info("server"))
+            [info] = await self._control.send((("INFO", "server"),), raise_on_error=True)
+            self._flags = _takes_flags(info)
         code = script(request.name, self._flags)
-        commands = (*request.first, _evaluated(code, self._control, request))
-        try:
-            return _split(await self._send(client, commands, raise_on_error=False))
-        except NoScriptError:
-            await client.script_load(code.source)
-            return _split(await self._send(client, commands, raise_on_error=False))
-
-    async def _send(
-        self, client: redis.asyncio.Redis, commands: Sequence[Command], *, raise_on_error: bool
-    ) -> list[Any]:
-        if len(commands) == 1:
-            try:
-                return [await client.execute_command(*commands[0])]
-            except ResponseError as error:
-                if raise_on_error:
-                    raise
-                return [error]
-        pipeline = client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        return await pipeline.execute(raise_on_error=raise_on_error)
+        commands = (*request.first, ("EVALSHA", code.digest, 1, self._key, *request.arguments))
+        replies = await self._control.send(commands, raise_on_error=False)
+        if isinstance(replies[-1], NoScriptError):
+            await self._control.send((("SCRIPT LOAD", code.source),), raise_on_error=True)
+            replies = await self._control.send(commands, raise_on_error=False)
+        with self.address.named():
+            return _split(replies)

@@ -14,7 +14,7 @@ from buffer.trajectory import Trajectory
 class Lease:
     """A batch of complete groups, in the order of the run, that is the learner's until it acks or releases it.
 
-    Each process of a gang holds one shard of the same lease; one of them acks the whole.
+    Each process of a gang holds one shard of the same lease; the one with shard 0 acks the whole.
 
     Attributes:
         epoch: epoch of the learner gang that holds it.

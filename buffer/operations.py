@@ -60,8 +60,9 @@ QUARANTINE_SECONDS: Final = 24 * 3600
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 """Bounds of the weight of a trajectory: beyond them the order of a priority draw would lose precision."""
 
-FETCH_BYTES = 16 << 20
-"""Payload bytes in one reply: on a slow link a larger one might not arrive within the timeout of a call."""
+FETCH_BYTES = 2 << 20
+"""Payload bytes in one reply: the server spends more on each byte of a larger one, and on a slow link it might not
+arrive within the timeout of a call."""
 
 LONGEST_BLOCK_SECONDS = 1.0
 """A waiter looks for itself this often, since slots expire without waking anybody."""
@@ -187,19 +188,25 @@ class Operations:
             staged.append((self._keys.payload(trajectory.group, int(trajectory.index), nonce), payload))
             arguments += [trajectory.group, int(trajectory.index), nonce, len(payload)]
             arguments += [trajectory.oldest_version, len(trajectory.tokens), float(weight)]
-        sets = tuple(("SET", name, payload, "EX", STAGED_SECONDS) for name, payload in staged)
+        # NX: repeated after its reply was lost, it must not put a time to live on what was admitted.
+        sets = tuple(("SET", name, payload, "EX", STAGED_SECONDS, "NX") for name, payload in staged)
         stored: list[Any] = []
         if self._instances:
             for instance, positions in self._by_instance([name for name, _ in staged]).items():
                 yield Send(tuple(sets[position] for position in positions), instance)
-            _, reply = yield Run("commit", tuple(arguments))
+            _, reply = yield Run("commit", (self._instances, *arguments))
         else:
-            stored, reply = yield Run("commit", tuple(arguments), sets)
-        answers = [text(answer) for answer in parse(reply, self._keys, self._where)[1]]
+            stored, reply = yield Run("commit", (0, *arguments), sets)
+        replies = [text(answer).partition(":") for answer in parse(reply, self._keys, self._where)[1]]
+        answers = [answer for answer, _, _ in replies]
         if self._instances:
-            accepted = [name for (name, _), answer in zip(staged, answers, strict=True) if answer == Commit.ACCEPTED]
-            for instance, positions in self._by_instance(accepted).items():
-                yield Send(tuple(("PERSIST", accepted[position]) for position in positions), instance)
+            keep = [
+                self._keys.payload(trajectory.group, int(trajectory.index), nonce) if nonce else name
+                for trajectory, (name, _), (answer, _, nonce) in zip(trajectories, staged, replies, strict=True)
+                if nonce or answer == Commit.ACCEPTED
+            ]
+            for instance, positions in self._by_instance(keep).items():
+                yield Send(tuple(("PERSIST", keep[position]) for position in positions), instance)
         for position, answer in enumerate(answers):
             if answer == "index":
                 raise ValueError(
@@ -235,6 +242,7 @@ class Operations:
     def delete(self) -> Steps[int]:
         """Delete every key of the run."""
         total = 0
+        yield Send((("HGET", self._keys.control, "format"),))  # leads to the node of a cluster that has the run
         for instance in (None, *range(self._instances)):
             cursor = b"0"
             while True:
@@ -255,7 +263,7 @@ class Operations:
         self._held.clear()
         self._acks.clear()
         self._ack_count, self._announced = 0, None
-        _, rest = yield from self._run("begin_epoch", f"{socket.gethostname()}:{os.getpid()}")
+        _, rest = yield from self._run("begin_epoch", f"{socket.gethostname()}:{os.getpid()}", uuid.uuid4().hex)
         return int(rest[0])
 
     def announce(self, epoch: int, version: int) -> Steps[None]:
@@ -297,7 +305,8 @@ class Operations:
                 groups=[decoded[group] for group in own],
                 corrections=np.array([claim.corrections[group] for group in own], np.float64),
             )
-            self._held[lease.id] = _without_payloads(lease)
+            if shard == 0:  # whoever has it acks; the others of a gang do not learn when a lease is over
+                self._held[lease.id] = _without_payloads(lease)
             yield from self._collect_garbage()
             return lease
 

@@ -3,9 +3,15 @@
 -- admitted is deleted. Payload bytes never enter Lua: the caller has SET them, each under a name of its own with a time
 -- to live, before this script in the same pipeline, or on a payload instance.
 -- A slot past its deadline that nobody has swept yet is still open: the work is done, so it is taken.
--- ARGV, for each payload: group, index, nonce, bytes, oldest version among its sampled tokens, tokens, weight
+-- Payloads that are elsewhere the caller keeps, when it has the answer that they were admitted. One that lost its
+-- connection before that commits again, and is told which payload to keep: duplicate:<nonce>.
+-- ARGV: payload instances, then for each payload: group, index, nonce, bytes, oldest version among its sampled tokens,
+-- tokens, weight
 if not is_open() then
   return {'not_open'}
+end
+if limits.payload_instances ~= tonumber(ARGV[1]) then
+  return {'instances', limits.payload_instances}
 end
 local here, version = limits.payload_instances == 0, number('version')
 local answers, stored = {'ok'}, 0
@@ -31,7 +37,7 @@ local function admit(group, payloads)
     elseif payload.index >= size then
       return 'index'
     elseif member then
-      return member == payload.member and 'accepted' or 'duplicate'
+      return member == payload.member and 'accepted' or 'duplicate' .. string.match(member, ':.*')
     elseif stale then
       return 'stale'
     elseif state[8 + 2 * position] or not open then
@@ -77,7 +83,7 @@ local function admit(group, payloads)
   end
 end
 
-local at = 1
+local at = 2
 while at <= #ARGV do
   local group, payloads = ARGV[at], {}
   repeat
