@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from buffer.connection import AsyncConnection
 from buffer.errors import BufferError
 from buffer.keys import Keys
 from buffer.lease import Lease
 from buffer.limits import Limits
-from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Steps
+from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Run, Send, Steps
 from buffer.protocol import Commit, Failure, Slot, Stats
 from buffer.trajectory import Trajectory
 
@@ -142,12 +142,15 @@ class AsyncBuffer:
 
     async def _drive[T](self, steps: Steps[T]) -> T:
         """Carry out an operation."""
-        reply: Any = None
+        step: Callable[[], Run | Send] = partial(next, steps)
         with self._connection.address.named():
             while True:
                 try:
-                    request = steps.send(reply)
+                    request = step()
                 except StopIteration as end:
                     result: T = end.value
                     return result
-                reply = await self._connection.perform(request)
+                try:
+                    step = partial(steps.send, await self._connection.perform(request))
+                except BufferError as error:
+                    step = partial(steps.throw, error)

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from buffer.connection import Connection
+from buffer.errors import BufferError
 from buffer.keys import ANY_CONTROL, Keys, run_of
 from buffer.lease import Lease
 from buffer.limits import Limits
-from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Send, Steps
+from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Run, Send, Steps
 from buffer.protocol import Commit, Failure, GroupInfo, Slot, State, Stats, text
 from buffer.trajectory import Trajectory
 
@@ -267,12 +268,15 @@ class Buffer:
 
     def _drive[T](self, steps: Steps[T]) -> T:
         """Carry out an operation."""
-        reply: Any = None
+        step: Callable[[], Run | Send] = partial(next, steps)
         with self._connection.address.named():
             while True:
                 try:
-                    request = steps.send(reply)
+                    request = step()
                 except StopIteration as end:
                     result: T = end.value
                     return result
-                reply = self._connection.perform(request)
+                try:
+                    step = partial(steps.send, self._connection.perform(request))
+                except BufferError as error:
+                    step = partial(steps.throw, error)

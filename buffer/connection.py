@@ -22,11 +22,14 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterDownError,
     MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    ReadOnlyError,
     ResponseError,
+    TryAgainError,
 )
 from redis.retry import Retry
 
@@ -65,10 +68,11 @@ class Address:
                 f"Redis at {self.where} does not permit a call ({error}): give the user the rights that "
                 "`headrace buffer acl` prints"
             ) from error
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+        except (redis.ConnectionError, redis.TimeoutError, ClusterDownError, ReadOnlyError, TryAgainError) as error:
+            # The last three: a cluster, or a pair of master and replica, is about to put another node in charge.
+            remedy = "check ?ssl_ca_certs= of" if "certificate" in str(error) else "start it, or correct"
             raise BufferUnavailable(
-                f"no answer from Redis at {self.where} ({type(error).__name__}: {error}): "
-                "start it, or correct buffer.url"
+                f"no answer from Redis at {self.where} ({type(error).__name__}: {error}): {remedy} buffer.url"
             ) from error
         except ResponseError as error:
             if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error):
@@ -113,18 +117,17 @@ class _Instance:
         self._url, self._timeout = url, timeout_seconds
         self.address = Address(url)
         self._first = self._client = self._connect(url)
+        self._left: list[Any] = []  # clients of other nodes; some thread or task may still be using one
 
     def send(self, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
         """Send commands in one pipeline; failures are raised or are among the replies."""
         with self.address.named():
             try:
-                replies = self._send(commands)
+                replies = self._send(self._client, commands)
                 if moved := _moved(replies):
-                    self._close_other()
-                    self._client = self._connect(_at(self._url, moved))
-                    replies = self._send(commands)
+                    replies = self._send(self._go_to(self._connect(_at(self._url, moved))), commands)
             except (redis.ConnectionError, redis.TimeoutError):
-                self._close_other()  # the node may be gone; whoever was given first knows where the slot is now
+                self._go_to(self._first)  # the node may be gone; whoever was given first knows where the slot is now
                 raise
             for reply in replies:
                 if raise_on_error and isinstance(reply, Exception):
@@ -133,8 +136,8 @@ class _Instance:
 
     def close(self) -> None:
         """Close the connections."""
-        self._close_other()
-        self._first.close()
+        for client in (self._first, self._client, *self._left):
+            client.close()
 
     def _connect(self, url: str) -> redis.Redis:
         return redis.Redis.from_url(
@@ -144,18 +147,20 @@ class _Instance:
             retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), _RETRIES),
         )
 
-    def _close_other(self) -> None:
-        client, self._client = self._client, self._first
-        if client is not self._first:
-            client.close()
+    def _go_to(self, client: redis.Redis) -> redis.Redis:
+        """Use ``client`` from now on."""
+        if self._client is not self._first:
+            self._left.append(self._client)
+        self._client = client
+        return client
 
-    def _send(self, commands: Sequence[Command]) -> list[Any]:
+    def _send(self, client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
         if len(commands) == 1:
             try:
-                return [self._client.execute_command(*commands[0])]
+                return [client.execute_command(*commands[0])]
             except ResponseError as error:
                 return [error]
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline = client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         return pipeline.execute(raise_on_error=False)
@@ -204,18 +209,17 @@ class _AsyncInstance:
         self._url, self._timeout = url, timeout_seconds
         self.address = Address(url)
         self._first = self._client = self._connect(url)
+        self._left: list[Any] = []  # clients of other nodes; some thread or task may still be using one
 
     async def send(self, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
         """Send commands in one pipeline; failures are raised or are among the replies."""
         with self.address.named():
             try:
-                replies = await self._send(commands)
+                replies = await self._send(self._client, commands)
                 if moved := _moved(replies):
-                    await self._close_other()
-                    self._client = self._connect(_at(self._url, moved))
-                    replies = await self._send(commands)
+                    replies = await self._send(self._go_to(self._connect(_at(self._url, moved))), commands)
             except (redis.ConnectionError, redis.TimeoutError):
-                await self._close_other()  # the node may be gone; whoever was given first knows where the slot is now
+                self._go_to(self._first)  # the node may be gone; whoever was given first knows where the slot is now
                 raise
             for reply in replies:
                 if raise_on_error and isinstance(reply, Exception):
@@ -224,8 +228,8 @@ class _AsyncInstance:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._close_other()
-        await self._first.aclose()
+        for client in (self._first, self._client, *self._left):
+            await client.aclose()
 
     def _connect(self, url: str) -> redis.asyncio.Redis:
         # Many episodes may commit at once; more connections than this would not make one server faster.
@@ -240,18 +244,20 @@ class _AsyncInstance:
             )
         )
 
-    async def _close_other(self) -> None:
-        client, self._client = self._client, self._first
-        if client is not self._first:
-            await client.aclose()
+    def _go_to(self, client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+        """Use ``client`` from now on."""
+        if self._client is not self._first:
+            self._left.append(self._client)
+        self._client = client
+        return client
 
-    async def _send(self, commands: Sequence[Command]) -> list[Any]:
+    async def _send(self, client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
         if len(commands) == 1:
             try:
-                return [await self._client.execute_command(*commands[0])]
+                return [await client.execute_command(*commands[0])]
             except ResponseError as error:
                 return [error]
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline = client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         return await pipeline.execute(raise_on_error=False)

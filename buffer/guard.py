@@ -26,7 +26,7 @@ import sys
 import time
 
 LEAST_SECONDS = 1.0
-"""A server that ended sooner than this after its start could not start."""
+"""A server that ended sooner than this after its first start could not start."""
 MOST_RESTARTS, WITHIN_SECONDS = 5, 60.0
 """A server that ends so often within so long is left alone."""
 
@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> None:
         _wait(channel, awake, redis)
         now = time.monotonic()
         recent = sum(now - start < WITHIN_SECONDS for start in starts)
-        if redis.poll() in (None, 0) or now - starts[-1] < LEAST_SECONDS or recent > MOST_RESTARTS:
+        never_started = len(starts) == 1 and now - starts[0] < LEAST_SECONDS
+        if redis.poll() in (None, 0) or never_started or recent > MOST_RESTARTS:
             break
     _report(channel, f"ended {_stop(redis, float(stop_seconds))}")
 

@@ -19,13 +19,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from buffer.codec import MAX_PAYLOAD_BYTES, decode, encode
-from buffer.errors import BufferFull, FormatError, WaitTimeout
+from buffer.errors import BufferFull, BufferUnavailable, FormatError, WaitTimeout
 from buffer.keys import Keys, instance_of
 from buffer.lease import Lease
 from buffer.limits import Limits
@@ -99,7 +100,7 @@ class Send:
 
 
 type Steps[T] = Generator[Run | Send, Any, T]
-"""An operation under way: yields requests, receives replies, returns a T."""
+"""An operation under way: yields requests, receives replies or the errors of the buffer, returns a T."""
 
 
 class Operations:
@@ -147,11 +148,17 @@ class Operations:
 
     def peek(self, info: GroupInfo) -> Steps[list[Trajectory]]:
         """Read the committed trajectories of a group without leasing it."""
-        decoded: dict[str, list[Trajectory]] = {}
-        bad = yield from self._fetch({info.group: info.members}, decoded)
-        if bad:
-            raise FormatError(f"group {info.group} cannot be read: it is {bad[info.group]}")
-        return decoded.get(info.group, [])
+        names = [self._keys.payload(info.group, member.index, member.nonce) for member in info.members]
+        payloads = (yield from self._read(names)) if names else []
+        trajectories = []
+        for member, payload in zip(info.members, payloads, strict=True):
+            if payload is None:
+                raise FormatError(
+                    f"the payload of member {member.index} of group {info.group} is gone: the group was leased and "
+                    "trained meanwhile, or is lost; peek at another"
+                )
+            trajectories.append(_decode_member(payload, info.group, member))
+        return trajectories
 
     # -- rollout workers --
 
@@ -459,7 +466,11 @@ class Operations:
             yield from self._run("hold", epoch, lease.version, lease.id, lease.shards, *groups)
 
     def _collect_garbage(self) -> Steps[None]:
-        """Delete payloads on payload instances that the scripts have let go of."""
+        """Delete payloads on payload instances that the scripts have let go of; what fails is left to the next time."""
+        with suppress(BufferUnavailable):
+            yield from self._delete_garbage()
+
+    def _delete_garbage(self) -> Steps[None]:
         while self._instances:
             [names] = yield Send((("LRANGE", self._keys.garbage, 0, _GARBAGE_AT_ONCE - 1),))
             found = [text(name) for name in names]

@@ -74,8 +74,9 @@ class EmbeddedRedis:
         self.host, self.port = host, _free_port(host, port)
         self.folder.mkdir(parents=True, exist_ok=True)
         password, admin_password = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        self.url = f"redis://{acl.USER}:{password}@{host}:{self.port}/0"
-        self.admin_url = f"redis://:{admin_password}@{host}:{self.port}/0"
+        where = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.url = f"redis://{acl.USER}:{password}@{where}/0"
+        self.admin_url = f"redis://:{admin_password}@{where}/0"
         user = " ".join(["user", acl.USER, *acl.rules(run, password)])
         config = self._write_config(user, admin_password, max_memory)
         self._pid = 0
@@ -247,7 +248,8 @@ def _server_binary() -> Path:
 
 def _free_port(host: str, port: int) -> int:
     """Return ``port``, or any free one of ``host`` if it is 0."""
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

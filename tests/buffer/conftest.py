@@ -34,6 +34,10 @@ SERVERS = {"bundled": None, "valkey": _valkey(), "installed": shutil.which("redi
 """Path of each server's binary; None of "bundled" is the default of ``EmbeddedRedis``, other Nones are missing."""
 
 
+MOST_SLOW = ["bundled", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVERS if name != "bundled")]
+"""Parameters of a test that runs on the bundled server, and on the others only if there is time."""
+
+
 @pytest.fixture(scope="session", params=SERVERS)
 def server(request, tmp_path_factory):
     binary = SERVERS[request.param]

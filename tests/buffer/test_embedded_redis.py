@@ -8,17 +8,25 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 import redis
+from buffer_examples import limits, trajectory
+from conftest import MOST_SLOW, SERVERS
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from buffer import EmbeddedRedis, PortInUse, ServerError
+from buffer import Buffer, BufferUnavailable, EmbeddedRedis, PortInUse, ServerError
+from buffer.guard import LEAST_SECONDS, MOST_RESTARTS
 
 _ROOT = Path(__file__).parents[2]
+
+AT_ONCE = Retry(NoBackoff(), 0)
+"""redis-py would try again, seconds apart."""
 
 _DRIVER = """
 import signal, subprocess, sys, time
@@ -28,7 +36,7 @@ from buffer import EmbeddedRedis
 server = EmbeddedRedis(sys.argv[1])
 
 def save_and_stop(*_):
-    client = redis.Redis.from_url(server.url)
+    client = redis.Redis.from_url(server.admin_url)
     client.set("saved", 1)
     server.stop()
     print("saved", flush=True)
@@ -85,7 +93,7 @@ def test_signals_to_the_drivers_process_tree_leave_the_server_alive_until_the_dr
     output, _ = popen.communicate(timeout=30)
     assert output.split() == ["saved"]
     assert ended(server)
-    with EmbeddedRedis(tmp_path / "data") as again, redis.Redis.from_url(again.url) as client:
+    with EmbeddedRedis(tmp_path / "data") as again, redis.Redis.from_url(again.admin_url) as client:
         assert client.get("saved") == b"1"
 
 
@@ -105,19 +113,138 @@ def test_kill_9_of_the_guard_stops_the_server(driver):
     assert ended(server)
 
 
+# --- its death -------------------------------------------------------------------------------------------------
+
+
+def kill(server):
+    """Kill the server when it is no longer at its start; return its process."""
+    time.sleep(LEAST_SECONDS + 0.1)
+    process = psutil.Process(server.pid)
+    process.kill()
+    return process
+
+
+def answers(server, seconds=20):
+    """Return whether the server answers within that time."""
+    deadline = time.monotonic() + seconds
+    with redis.Redis.from_url(server.admin_url, retry=AT_ONCE) as client:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.ConnectionError):
+                return client.ping()
+            time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("own_server", SERVERS, indirect=True)
+def test_a_killed_server_is_started_again_with_its_data_and_clients_go_on(own_server):
+    with closing(Buffer(own_server.url, "x", timeout_seconds=5)) as buffer:
+        buffer.open(limits(groups_per_batch=1))
+        epoch = buffer.begin_epoch()
+        slot = buffer.reserve("worker", timeout=0)
+        buffer.commit(*(trajectory(slot.group, index) for index in range(2)))
+        killed, port = kill(own_server), own_server.port
+        assert ended(killed)
+        assert answers(own_server)
+        assert own_server.pid != killed.pid
+        assert listening(own_server) == [("127.0.0.1", port)]
+        assert buffer.lease(epoch, 0, timeout=0).group_ids == [slot.group]
+
+
+@pytest.mark.slow
+def test_a_server_that_keeps_ending_is_left_alone_after_some_restarts(tmp_path):
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.admin_url) as client:
+        pids = []
+        for number in range(MOST_RESTARTS):
+            client.rpush("kills", number)
+            pids.append(kill(server).pid)
+            assert answers(server)
+            assert client.llen("kills") == number + 1
+        assert len({*pids, server.pid}) == MOST_RESTARTS + 1
+        guard = psutil.Process(server.pid).parent()
+        assert ended(kill(server))
+        assert ended(guard)
+        assert not answers(server, seconds=0.1)
+        with closing(Buffer(server.url, "x", timeout_seconds=1)) as buffer, pytest.raises(BufferUnavailable):
+            buffer.version()
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.admin_url) as client:
+        assert client.llen("kills") == MOST_RESTARTS
+
+
+@pytest.mark.parametrize("own_server", MOST_SLOW, indirect=True)
+def test_a_server_that_somebody_stops_stays_stopped(own_server):
+    process = psutil.Process(own_server.pid)
+    guard = process.parent()
+    process.terminate()
+    assert ended(process)
+    assert ended(guard)
+    assert not answers(own_server, seconds=0.1)
+    own_server.stop()
+
+
+def test_stopping_a_server_that_is_being_started_again_stops_it(tmp_path):
+    with EmbeddedRedis(tmp_path) as server:
+        guard = psutil.Process(server.pid).parent()
+        kill(server)
+    assert ended(guard)
+    assert not answers(server, seconds=0.1)
+
+
+# --- its data --------------------------------------------------------------------------------------------------
+
+
 def test_data_survive_a_restart(tmp_path):
-    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.admin_url) as client:
         client.set("key", "value")
-    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.admin_url) as client:
         assert client.get("key") == b"value"
 
 
+# --- who reaches it --------------------------------------------------------------------------------------------
+
+
+def listening(server):
+    connections = psutil.Process(server.pid).net_connections()
+    return [(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+@pytest.fixture
+def other_address():
+    """An address of this machine that other machines may know."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                return each.address
+    pytest.skip("this machine has the loopback interface only")
+
+
 def test_it_listens_on_the_loopback_interface_only_and_wants_a_password(server):
-    listening = [c.laddr for c in psutil.Process(server.pid).net_connections() if c.status == psutil.CONN_LISTEN]
-    assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", server.port)]
-    at_once = Retry(NoBackoff(), 0)  # redis-py would try a refused password again, seconds apart
-    with redis.Redis(port=server.port, retry=at_once) as client, pytest.raises(redis.AuthenticationError):
+    assert listening(server) == [("127.0.0.1", server.port)]
+    with redis.Redis(port=server.port, retry=AT_ONCE) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
+
+
+def test_it_is_unreachable_by_another_address_of_the_machine(server, other_address):
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((other_address, server.port), timeout=5)
+
+
+def test_it_listens_on_another_address_if_asked_and_there_only(tmp_path, other_address):
+    with EmbeddedRedis(tmp_path, host=other_address) as server:
+        assert listening(server) == [(other_address, server.port)]
+        for url in (server.url, server.admin_url):
+            assert f"@{other_address}:{server.port}/" in url
+            with redis.Redis.from_url(url) as client:
+                assert client.ping()
+        nobody = redis.Redis(host=other_address, port=server.port, retry=AT_ONCE)
+        with nobody, pytest.raises(redis.AuthenticationError):
+            nobody.ping()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_refused_before_anything_starts(tmp_path, host):
+    with pytest.raises(PortInUse, match=f"on {host} is not available"):
+        EmbeddedRedis(tmp_path / "data", host=host)
+    assert not (tmp_path / "data").exists()
 
 
 def test_the_password_is_only_where_its_owner_alone_can_read_it(server):
@@ -132,7 +259,7 @@ def test_the_password_is_only_where_its_owner_alone_can_read_it(server):
 
 
 def test_a_full_store_refuses_rather_than_evicts(server):
-    with redis.Redis.from_url(server.url) as client:
+    with redis.Redis.from_url(server.admin_url) as client:
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
         assert client.config_get("append*")["appendfsync"] == "everysec"
 

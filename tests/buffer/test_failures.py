@@ -1,14 +1,17 @@
 """What users and failing networks do to the buffer: a clear error, or no effect at all."""
 
-import asyncio
+import os
+import signal
 import socket
+import time
+from contextlib import contextmanager
 
 import pytest
 import redis
 from buffer_examples import complete, limits, trajectory
-from cutting_proxy import Proxy
+from every_call import parameters, reserve
 
-from buffer import AsyncBuffer, Buffer, BufferFull, BufferUnavailable, Commit, EmbeddedRedis
+from buffer import AsyncBuffer, Buffer, BufferFull, BufferUnavailable, Commit, EmbeddedRedis, State
 
 
 def free_port():
@@ -63,78 +66,127 @@ def test_scripts_are_loaded_again_after_the_server_forgot_them(buffer, workers, 
     assert buffer.lease(epoch, 0, timeout=0).group_ids == [slot.group]
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_every_call_survives_the_loss_of_its_connection(server, run, call, moment):
-    proxy = Proxy(server.port)
-    url = server.url.replace(f":{server.port}/", f":{proxy.port}/")
-    buffer = Buffer(url, run, timeout_seconds=5)
-    workers = AsyncBuffer(url, run, timeout_seconds=5)
-    cuts = 0
-
-    def cut(action):
-        nonlocal cuts
-        proxy.cut(moment)
-        result = action()
-        cuts += 1
-        assert proxy.cuts == cuts
-        return result
-
-    cut(lambda: buffer.open(limits(max_staleness=2)))
-    epoch = cut(buffer.begin_epoch)
-    cut(lambda: buffer.advance(epoch, 1))
-    slots = [cut(lambda: call(workers.reserve("worker", timeout=0))) for _ in range(4)]
-    assert [slot.task for slot in slots] == [0, 1, 2, 3]
-    for slot in slots[:3]:
-        assert cut(lambda: call(workers.renew(slot.group)))  # noqa: B023 - called at once
-        for index in range(2):
-            example = trajectory(slot.group, index, version=1)
-            answer = cut(lambda: call(workers.commit(example)))  # noqa: B023
-            assert answer is (Commit.DUPLICATE if moment == "after" else Commit.ACCEPTED)
-    cut(lambda: call(workers.abandon(slots[3].group, "timeout")))
-    lease = cut(lambda: buffer.lease(epoch, 1, timeout=0))
-    cut(lambda: buffer.release(lease))
-    lease = cut(lambda: buffer.lease(epoch, 1, timeout=0))
-    assert lease.group_ids == [slot.group for slot in slots[:2]]
-    cut(lambda: buffer.ack(lease, 2))
-    stats = cut(buffer.stats)
-    counters = {name: value for name, value in stats.counters.items() if value and name != "redelivered"}
-    assert counters == {"reserved": 4, "acked": 2, "abandoned": 1, "abandoned:timeout": 1}
-    assert (stats.version, stats.ready, stats.unaccounted) == (2, 1, 0)
-    call(workers.close())
-    buffer.close()
-    proxy.close()
+# --- a full store ----------------------------------------------------------------------------------------------
 
 
-def test_a_full_store_is_back_pressure_and_acks_empty_it(tmp_path):
-    with (
-        EmbeddedRedis(tmp_path) as server,
-        redis.Redis.from_url(server.url) as raw,
-        asyncio.Runner() as runner,
-    ):
-        buffer = Buffer(server.url, "x", timeout_seconds=5)
-        workers = AsyncBuffer(server.url, "x", timeout_seconds=5)
-        buffer.open(limits(max_staleness=9, groups_per_batch=1))
-        epoch = buffer.begin_epoch()
-        runner.run(complete(workers))
-        slot = runner.run(workers.reserve("worker", timeout=0))
-
-        raw.config_set("maxmemory", 1)
-        with pytest.raises(BufferFull, match=r"lower buffer\.max_bytes"):
-            runner.run(workers.commit(trajectory(slot.group, 0)))
-        buffer.open(limits(max_staleness=9, groups_per_batch=1))
-        assert runner.run(workers.renew(slot.group))
-        epoch = buffer.begin_epoch()
-        buffer.ack(buffer.lease(epoch, 0, timeout=0), 1)
-        buffer.advance(epoch, 1)
-        stats = buffer.stats()
-        assert (stats.version, stats.reserved, stats.outstanding, stats.unaccounted) == (1, 1, 1, 0)
-
+@contextmanager
+def full(raw, headroom=0):
+    """The server takes ``headroom`` bytes more, and then no more."""
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] + headroom if headroom else 1)
+    try:
+        yield
+    finally:
         raw.config_set("maxmemory", 0)
-        assert runner.run(workers.commit(trajectory(slot.group, 0, version=1))) is Commit.ACCEPTED
-        runner.run(workers.close())
-        buffer.close()
+
+
+@pytest.mark.parametrize(("kind", "case"), parameters([Buffer]))
+def test_a_full_store_refuses_payloads_and_nothing_else(new_world, raw, kind, case):
+    with new_world(kind) as world:
+        expected = world.play(case)
+    with new_world(kind) as world:
+        action = world.arrange(case)
+        before = world.state()
+        with full(raw):
+            try:
+                result = action()
+            except BufferFull:
+                result = BufferFull
+        refused = result is BufferFull
+        assert (result, world.state()) == ((BufferFull, before) if refused else expected)
+    # A commit that is not admitted anyhow is told so rather than that there is no memory.
+    assert refused == case.__name__.startswith(("commit_first", "commit_last"))
+
+
+def test_a_full_store_is_emptied_by_the_learner(buffer, workers, call, raw):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    call(complete(workers))
+    slot = call(workers.reserve("worker", timeout=0))
+    with full(raw):
+        with pytest.raises(BufferFull, match=r"at its maxmemory: .* lower buffer\.max_bytes"):
+            call(workers.commit(trajectory(slot.group, 0)))
+        buffer.ack(buffer.lease(epoch, 0, timeout=0), 1)
+        buffer.checkpointed(epoch, 1)
+        stats = buffer.stats()
+        assert (stats.version, stats.outstanding, stats.bytes, stats.unsaved, stats.unaccounted) == (1, 1, 0, 0, 0)
+    assert call(workers.commit(trajectory(slot.group, 0, version=1))) is Commit.ACCEPTED
+
+
+def test_trajectories_for_which_there_is_no_memory_are_committed_later(buffer, raw, run):
+    members = 8
+    buffer.open(limits(max_staleness=99, groups_per_batch=1, group_size=members))
+    epoch = buffer.begin_epoch()
+    stored = set()
+    for version in range(20):
+        slot = buffer.reserve("worker", timeout=0)
+        batch = [trajectory(slot.group, index, version, tokens=2000) for index in range(members)]
+        with full(raw, headroom=1 + 20_000 * version):
+            try:
+                buffer.commit(*batch)
+                done = members
+            except BufferFull:
+                [info] = buffer.groups(State.RESERVED, 1)
+                done = len(info.members)
+        stored.add(done)
+        assert not [name for name in raw.keys(f"{{headrace:{run}}}:payload:*") if raw.ttl(name) >= 0]
+        again = buffer.commit(*batch)
+        assert (again.count(Commit.DUPLICATE), again.count(Commit.ACCEPTED)) == (done, members - done)
+        lease = buffer.lease(epoch, version, timeout=0)
+        assert [member.index for member in lease.trajectories] == list(range(members))
+        buffer.ack(lease, version + 1)
+        buffer.checkpointed(epoch, version + 1)
+    assert len(stored) > 2  # none, all, and some of them
+
+
+# --- a slow server ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stopped(server):
+    """The server stands still: it accepts connections, and reads nothing."""
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def until_it_answers(action):
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return action()
+        except BufferUnavailable:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("server", ["bundled"], indirect=True)
+@pytest.mark.parametrize(("kind", "case"), parameters(most=1, slow=[AsyncBuffer]))
+def test_a_server_that_is_slow_within_the_timeout_just_works(new_world, kind, case):
+    with new_world(kind) as world:
+        expected = world.play(case)
+    with new_world(kind) as world:
+        action = world.arrange(case)
+        world.proxies[0].delay = 0.03
+        assert (action(), world.state()) == expected
+
+
+@pytest.mark.parametrize("server", ["bundled"], indirect=True)
+@pytest.mark.parametrize(("kind", "case"), parameters(most=1, slow=[AsyncBuffer]))
+def test_a_call_that_takes_longer_than_the_timeout_is_unavailable_and_can_be_repeated(new_world, server, kind, case):
+    if case is reserve:
+        return  # its repetition is another one; the slot that nobody received expires
+    with new_world(kind) as world:
+        _, expected = world.play(case)
+    with new_world(kind, timeout_seconds=0.05) as world:
+        action = until_it_answers(lambda: world.arrange(case))
+        with stopped(server), pytest.raises(BufferUnavailable, match=r"no answer from Redis at .* \(TimeoutError"):
+            action()
+        # The server now executes what it was asked and gave no answer to, four times.
+        until_it_answers(action)
+        assert world.state() == expected
 
 
 def test_the_embedded_server_takes_a_memory_bound(tmp_path):
-    with EmbeddedRedis(tmp_path, max_memory=123 << 20) as server, redis.Redis.from_url(server.url) as raw:
+    with EmbeddedRedis(tmp_path, max_memory=123 << 20) as server, redis.Redis.from_url(server.admin_url) as raw:
         assert raw.config_get("maxmemory") == {"maxmemory": str(123 << 20)}
