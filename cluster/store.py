@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.chat import Chat
-from buffer import OUTCOMES, Buffer, GroupInfo, State, Stats, Trajectory, acl, runs_in
+from buffer import OUTCOMES, Buffer, BufferUnavailable, GroupInfo, State, Stats, Trajectory, acl, runs_in
 from cluster.errors import RunError
 
 TIMEOUT_SECONDS = 10.0
@@ -58,11 +58,8 @@ def find(target: str, run: str | None, payload_urls: Sequence[str]) -> Target:
         RunError: there is no such folder or run, or the folder's Redis is not its own.
         BufferUnavailable: Redis does not answer.
     """
-    tokenizer = None
     if "://" not in target:
-        folder = Path(target)
-        target, run = _url_of(folder), (folder / "run_id").read_text(encoding="utf-8").strip()
-        tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name / "tokenizer.json").is_file()), None)
+        return _of_folder(Path(target))
     if run is None:
         runs = runs_in(target, timeout_seconds=TIMEOUT_SECONDS)
         if not runs:
@@ -71,7 +68,7 @@ def find(target: str, run: str | None, payload_urls: Sequence[str]) -> Target:
             names = ", ".join(runs[:10]) + (", ..." if len(runs) > 10 else "")
             raise RunError(f"{len(runs)} runs have a buffer in this Redis ({names}); choose one by --run")
         [run] = runs
-    return Target(Buffer(target, run, timeout_seconds=TIMEOUT_SECONDS, payload_urls=payload_urls), run, tokenizer)
+    return Target(Buffer(target, run, timeout_seconds=TIMEOUT_SECONDS, payload_urls=payload_urls), run, None)
 
 
 def print_stats(target: Target, *, as_json: bool, console: Console) -> None:
@@ -148,6 +145,19 @@ def print_rules(run: str) -> None:
     print(" ".join(["ACL SETUSER", acl.USER, *acl.rules(run, "PASSWORD")]))
 
 
+def _of_folder(folder: Path) -> Target:
+    """The buffer of a run whose own Redis is up."""
+    url = _url_of(folder)
+    run = (folder / "run_id").read_text(encoding="utf-8").strip()
+    buffer = Buffer(url, run, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        buffer.version()
+    except BufferUnavailable as error:
+        raise RunError(f"the Redis of the run in {folder} is not up: it runs as long as the run does") from error
+    tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name / "tokenizer.json").is_file()), None)
+    return Target(buffer, run, tokenizer)
+
+
 def _url_of(folder: Path) -> str:
     """URL of the Redis of a run folder, as its administrator."""
     config = folder / "config.yaml"
@@ -183,7 +193,7 @@ def _states(stats: Stats, groups: dict[State, list[GroupInfo]]) -> Table:
         State.RESERVED: "reserved (episodes run)",
         State.READY: "ready",
         State.LEASED: "leased",
-        State.KEPT: "kept (trained, until a checkpoint)",
+        State.KEPT: "kept for a rollback",
     }
     for state, found in groups.items():
         versions = [info.oldest_version for info in found if info.oldest_version is not None]
@@ -203,6 +213,8 @@ def _outcomes(stats: Stats) -> Table:
     table = _table("outcome", "groups")
     for name in ("reserved", *OUTCOMES):
         table.add_row(name, str(stats.counters[name]))
+        if name == "acked" and stats.unsaved:
+            table.add_row("  in no checkpoint yet", str(stats.unsaved))
         for detail, count in sorted(stats.counters.items()):
             if detail.startswith(f"{name}:") and count:
                 table.add_row(f"  {detail.partition(':')[2]}", str(count))
