@@ -18,6 +18,7 @@ import numpy as np
 from actors.chat import Chat, ChatError, Message
 from actors.environments.pool import EnvironmentFailure, EnvironmentPool, EnvironmentTimeout, Session
 from actors.samplers.contract import Generation, RequestError, Sampler, SamplerError, SamplingParams, StopReason
+from buffer.limits import LEAST_WEIGHT, MOST_WEIGHT
 from buffer.trajectory import NOT_SAMPLED, Status, Trajectory
 
 
@@ -85,8 +86,8 @@ async def run_episode(
     Returns:
         A trajectory with status COMPLETED (the environment ended it), TRUNCATED (turns, context length or the
         environment's own limit), TIMEOUT or ENV_ERROR (the environment), or SAMPLER_ERROR. Its metadata holds
-        ``seed, success, turns, invalid_moves``, where something failed ``error``, and where the environment's last
-        info names one, ``weight``: how much more often than others the trajectory should be trained on.
+        ``seed, success, turns, invalid_moves``, where something failed ``error``, and where the environment's
+        info names one, the last ``weight``: how much more often than others the trajectory should be trained on.
     """
     record = _Record(on_sampled)
     started = time.monotonic()
@@ -197,7 +198,7 @@ class _Record:
         if "success" in info:
             self.success = bool(info["success"])
         if "weight" in info:
-            self.weight = float(info["weight"])
+            self.weight = _checked_weight(info["weight"])
 
     def failed(self, status: Status, error: Exception) -> Status:
         """Note what ended the episode before its time."""
@@ -239,6 +240,14 @@ class _Record:
         self.loss_mask.append(loss_mask)
         self.logprobs.append(logprobs)
         self.versions.append(versions)
+
+
+def _checked_weight(weight: Any) -> float:
+    if isinstance(weight, int | float | np.number) and LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        return float(weight)
+    raise EnvironmentFailure(
+        f"the weight in the info of a step is {weight!r}; expected a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+    )
 
 
 def _joined(pieces: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -249,7 +249,6 @@ class RolloutWorker:
 
         def note(oldest_version: int) -> None:
             oldest[index] = oldest_version
-            self._version = max(self._version, oldest_version)
 
         async with self._permits:
             while True:
@@ -304,6 +303,7 @@ class RolloutWorker:
                 on_sampled=on_sampled,
             )
         self._tally.add(trajectory)
+        self._version = max(self._version, int(trajectory.versions.max(initial=0)))
         if trajectory.status is Status.SAMPLER_ERROR:
             self._router.avoid(sampler_name)
         return trajectory

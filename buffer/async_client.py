@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -63,7 +62,7 @@ class AsyncBuffer:
 
     async def reserve(self, worker: str, timeout: float) -> Slot:
         """Return a slot: the right, and the duty, to run one group; see ``Buffer.reserve``."""
-        group = uuid.uuid4().hex
+        group = self._operations.new_group()
         try:
             slot = await self._admit(group, worker, time.monotonic() + timeout)
         except asyncio.CancelledError:

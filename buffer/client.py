@@ -17,7 +17,6 @@ A slot freed by that ack is sampled with the new weights, whatever else is in fl
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -88,6 +87,10 @@ class Buffer:
         """Return the current policy version."""
         return self._drive(self._operations.field("version"))
 
+    def payload_instances(self) -> int:
+        """Return how many payload instances the run was opened with."""
+        return self._drive(self._operations.field("payload_instances"))
+
     def announced(self) -> int:
         """Return the newest version under which weights may have been handed out; -1 before the first."""
         return self._drive(self._operations.field("announced"))
@@ -100,13 +103,14 @@ class Buffer:
         """Describe up to ``most`` groups of one state, those first whose time comes first."""
         return self._drive(self._operations.groups(state, most))
 
-    def peek(self, info: GroupInfo) -> list[Trajectory]:
-        """Read the committed trajectories of a group without leasing it.
+    def peek(self, info: GroupInfo, index: int | None = None) -> Trajectory:
+        """Read a committed trajectory of a group, the first one unless ``index`` says another, without leasing it.
 
         Raises:
-            FormatError: a payload is damaged or gone.
+            ValueError: there is no such trajectory.
+            FormatError: its payload is damaged or gone.
         """
-        return self._drive(self._operations.peek(info))
+        return self._drive(self._operations.peek(info, index))
 
     def reserve(self, worker: str, timeout: float) -> Slot:
         """Return a slot: the right, and the duty, to run one group.
@@ -118,7 +122,8 @@ class Buffer:
         Raises:
             WaitTimeout: nothing was admitted in time. That is back-pressure, not a fault.
         """
-        slot = self._drive(self._operations.reserve(uuid.uuid4().hex, worker, time.monotonic() + timeout))
+        group = self._operations.new_group()
+        slot = self._drive(self._operations.reserve(group, worker, time.monotonic() + timeout))
         if slot is None:
             raise self._drive(self._operations.no_slot(worker, timeout))
         return slot

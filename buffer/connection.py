@@ -45,13 +45,20 @@ class Address:
     """Where a Redis is, in words that are safe to print: never the password."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:  # its message may show the password
+            raise BufferUnavailable(
+                "the Redis URL cannot be read; expected redis://user:password@host:port/db: write the characters "
+                ": / ? # @ of a password as %3A %2F %3F %23 %40"
+            ) from error
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise BufferUnavailable(
                 f"the Redis URL has scheme {parts.scheme!r}; expected redis://host:port, rediss://host:port "
                 "or unix:///path: correct buffer.url"
             )
-        self.where = parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+        self.where = parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{port or 6379}"
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -79,9 +86,8 @@ class Address:
                 raise BufferFull(
                     f"Redis at {self.where} is at its maxmemory: raise it, or lower buffer.max_bytes well below it"
                 ) from error
-            raise BufferError(
-                f"Redis at {self.where} refused a call ({error}): headrace needs a Redis 6.2 or newer with Lua"
-            ) from error
+            needs = ": headrace needs a Redis 6.2 or newer with Lua" if "unknown command" in str(error).lower() else ""
+            raise BufferError(f"Redis at {self.where} refused a call ({error}){needs}") from error
 
 
 def _takes_flags(info: dict[str, Any]) -> bool:
@@ -116,7 +122,13 @@ class _Instance:
     def __init__(self, url: str, timeout_seconds: float) -> None:
         self._url, self._timeout = url, timeout_seconds
         self.address = Address(url)
-        self._first = self._client = self._connect(url)
+        try:
+            self._first = self._client = self._connect(url)
+            self._first.connection_pool.make_connection()  # which does not connect yet
+        except (TypeError, ValueError) as error:
+            raise BufferUnavailable(
+                f"the URL of Redis at {self.address.where} is not usable ({error}): correct it"
+            ) from error
         self._left: list[Any] = []  # clients of other nodes; some thread or task may still be using one
 
     def send(self, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:
@@ -208,7 +220,13 @@ class _AsyncInstance:
     def __init__(self, url: str, timeout_seconds: float) -> None:
         self._url, self._timeout = url, timeout_seconds
         self.address = Address(url)
-        self._first = self._client = self._connect(url)
+        try:
+            self._first = self._client = self._connect(url)
+            self._first.connection_pool.make_connection()  # which does not connect yet
+        except (TypeError, ValueError) as error:
+            raise BufferUnavailable(
+                f"the URL of Redis at {self.address.where} is not usable ({error}): correct it"
+            ) from error
         self._left: list[Any] = []  # clients of other nodes; some thread or task may still be using one
 
     async def send(self, commands: Sequence[Command], *, raise_on_error: bool) -> list[Any]:

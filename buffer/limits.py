@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
+"""Bounds of the weight of a trajectory: beyond them the order of a priority draw would lose precision."""
+
 MAX_GROUP_SIZE = 1024
 MAX_GROUPS_PER_BATCH = 4096
 
@@ -80,9 +83,14 @@ class Limits:
         }
         for name, (least, most) in bounds.items():
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"Limits.{name} is {value}; expected a value from {least} to {most}: change it")
-        if self.look_ahead is not None and self.order is not Order.FIFO:
+            if value is None and name in ("tokens_per_batch", "min_group_size", "look_ahead"):
+                continue
+            whole = name in ("max_age_seconds", "slot_seconds") or type(value) is int
+            if not whole or not least <= value <= most:
+                raise ValueError(f"Limits.{name} is {value}; expected a number from {least} to {most}: change it")
+        if self.order not in list(Order):
+            raise ValueError(f"Limits.order is {self.order!r}; expected one of {', '.join(Order)}: change it")
+        if self.look_ahead is not None and self.order != Order.FIFO:
             raise ValueError(
                 f"Limits.look_ahead is {self.look_ahead}; under the order {self.order} nothing is overtaken: "
                 "use None, or the order fifo"

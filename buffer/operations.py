@@ -4,8 +4,7 @@ Each operation is a generator that yields requests and receives their replies, s
 drive the same code. Every call of a script is idempotent, because a client that lost its connection cannot know whether
 the server executed the call.
 
-A server that is killed may come back without its last writes. What a learner holds and what it acked last is therefore
-remembered here, and a server that turns out to have forgotten some of it is told again.
+A server that is killed may come back without its last writes; ``buffer.memory`` is what is remembered against that.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import secrets
 import socket
 import time
 import uuid
-from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +27,8 @@ from buffer.codec import MAX_PAYLOAD_BYTES, decode, encode
 from buffer.errors import BufferFull, BufferUnavailable, FormatError, WaitTimeout
 from buffer.keys import Keys, instance_of
 from buffer.lease import Lease
-from buffer.limits import Limits
+from buffer.limits import LEAST_WEIGHT, MOST_WEIGHT, Limits
+from buffer.memory import Memory
 from buffer.protocol import (
     CONTROL_FORMAT,
     Claim,
@@ -58,9 +57,6 @@ STAGED_SECONDS: Final = 120
 QUARANTINE_SECONDS: Final = 24 * 3600
 """A payload that could not be decoded is kept this long for inspection."""
 
-LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
-"""Bounds of the weight of a trajectory: beyond them the order of a priority draw would lose precision."""
-
 FETCH_BYTES = 2 << 20
 """Payload bytes in one reply: the server spends more on each byte of a larger one, and on a slow link it might not
 arrive within the timeout of a call."""
@@ -68,7 +64,6 @@ arrive within the timeout of a call."""
 LONGEST_BLOCK_SECONDS = 1.0
 """A waiter looks for itself this often, since slots expire without waking anybody."""
 
-_ACKS_REMEMBERED = 64
 _GARBAGE_AT_ONCE = 256
 
 logger = logging.getLogger(__name__)
@@ -118,10 +113,8 @@ class Operations:
         self._keys, self._where = keys, where
         self._instances = payload_instances
         self._block_seconds = block_seconds
-        self._held: dict[str, Lease] = {}
-        self._acks: deque[tuple[Lease, int]] = deque(maxlen=_ACKS_REMEMBERED)
-        self._ack_count = 0
-        self._announced: int | None = None
+        self._memory = Memory()
+        self._unanswered: list[str] = []  # groups whose reservation may have been admitted although no reply came
 
     # -- everyone --
 
@@ -143,29 +136,39 @@ class Operations:
 
     def groups(self, state: State, most: int) -> Steps[list[GroupInfo]]:
         """Describe groups of one state."""
+        if most < 1:
+            raise ValueError(f"most is {most}; expected at least 1")
         _, rest = yield from self._run("inspect", str(state), most)
         return parse_groups(state, rest)
 
-    def peek(self, info: GroupInfo) -> Steps[list[Trajectory]]:
-        """Read the committed trajectories of a group without leasing it."""
-        names = [self._keys.payload(info.group, member.index, member.nonce) for member in info.members]
-        payloads = (yield from self._read(names)) if names else []
-        trajectories = []
-        for member, payload in zip(info.members, payloads, strict=True):
-            if payload is None:
-                raise FormatError(
-                    f"the payload of member {member.index} of group {info.group} is gone: the group was leased and "
-                    "trained meanwhile, or is lost; peek at another"
-                )
-            trajectories.append(_decode_member(payload, info.group, member))
-        return trajectories
+    def peek(self, info: GroupInfo, index: int | None) -> Steps[Trajectory]:
+        """Read a committed trajectory without leasing its group."""
+        member = next((member for member in info.members if index in (None, member.index)), None)
+        if member is None:
+            there = ", ".join(str(member.index) for member in info.members) or "none"
+            raise ValueError(f"index is {index}; group {info.group} has the members {there}: choose one of them")
+        [payload] = yield from self._read([self._keys.payload(info.group, member.index, member.nonce)])
+        if payload is None:
+            raise FormatError(
+                f"the payload of member {member.index} of group {info.group} is gone: the group was leased and "
+                "trained meanwhile, or is lost; peek at another"
+            )
+        return _decode_member(payload, info.group, member)
 
     # -- rollout workers --
+
+    def new_group(self) -> str:
+        """Name a group to reserve: one whose reservation got no reply, if there is one, since it may be admitted."""
+        return self._unanswered.pop() if self._unanswered else uuid.uuid4().hex
 
     def reserve(self, group: str, worker: str, deadline: float) -> Steps[Slot | None]:
         """Wait for admission until ``deadline`` by the monotonic clock; None when it passes first."""
         while True:
-            answer, rest = yield from self._run("reserve", group, worker)
+            try:
+                answer, rest = yield from self._run("reserve", group, worker)
+            except BufferUnavailable:
+                self._unanswered.append(group)
+                raise
             if answer == "ok":
                 return parse_slot(group, rest)
             remaining = deadline - time.monotonic()
@@ -188,6 +191,8 @@ class Operations:
 
     def commit(self, trajectories: Sequence[Trajectory], weights: Sequence[float]) -> Steps[list[Commit]]:
         """Add trajectories to their groups."""
+        if len(weights) != len(trajectories):
+            raise ValueError(f"there are {len(weights)} weights of {len(trajectories)} trajectories: pass one of each")
         staged: list[tuple[str, bytes]] = []
         arguments: list[str | int | float] = []
         for trajectory, weight in zip(trajectories, weights, strict=True):
@@ -226,9 +231,11 @@ class Operations:
 
     def fail(self, group: str, index: int, failures: int, reason: str) -> Steps[Failure]:
         """Report that a member's episode failed."""
+        if index < 0:
+            raise ValueError(f"index is {index}; expected one from 0 and below the group size")
         answer, _ = yield from self._run("fail", group, int(index), int(failures), check_reason(reason))
         if answer == "index":
-            raise ValueError(f"index is {index}; expected one below the group size")
+            raise ValueError(f"index is {index}; expected one from 0 and below the group size")
         return Failure(answer)
 
     def abandon(self, group: str, reason: str) -> Steps[bool]:
@@ -242,9 +249,15 @@ class Operations:
 
     def drain(self) -> Steps[int]:
         """Empty the buffer of open slots and ready groups."""
-        count = yield from self._repeat("drain")
+        stats = yield from self.stats()
+        total, most = 0, stats.reserved + stats.ready  # workers that are up reserve anew meanwhile
+        while total < most:
+            _, [count] = yield from self._run("drain", most - total)
+            if not int(count):
+                break
+            total += int(count)
         yield from self._collect_garbage()
-        return count
+        return total
 
     def delete(self) -> Steps[int]:
         """Delete every key of the run."""
@@ -267,16 +280,15 @@ class Operations:
 
     def begin_epoch(self) -> Steps[int]:
         """Fence off older learners and redeliver what they held."""
-        self._held.clear()
-        self._acks.clear()
-        self._ack_count, self._announced = 0, None
-        _, rest = yield from self._run("begin_epoch", f"{socket.gethostname()}:{os.getpid()}", uuid.uuid4().hex)
-        return int(rest[0])
+        nonce = uuid.uuid4().hex
+        _, [epoch, acks] = yield from self._run("begin_epoch", _holder(), nonce, 0)
+        self._memory.begin(int(epoch), nonce, int(acks))
+        return int(epoch)
 
     def announce(self, epoch: int, version: int) -> Steps[None]:
         """Say that weights are about to be handed out as ``version``."""
         yield from self._run("announce", epoch, int(version))
-        self._announced = int(version)
+        self._memory.announced = int(version)
 
     def advance(self, epoch: int, version: int) -> Steps[None]:
         """Raise the policy version without a batch."""
@@ -289,8 +301,9 @@ class Operations:
         deadline = time.monotonic() + timeout
         decoded: dict[str, list[Trajectory]] = {}
         while True:
+            confirmed = self._memory.confirmed
             claim = yield from self._claim(epoch, version, shards, deadline, timeout)
-            if self._contradicts(claim):
+            if self._memory.contradicts(claim, confirmed):
                 yield from self._run("release", epoch, int(version), claim.id)
                 yield from self._remind(epoch)
                 continue
@@ -313,7 +326,7 @@ class Operations:
                 corrections=np.array([claim.corrections[group] for group in own], np.float64),
             )
             if shard == 0:  # whoever has it acks; the others of a gang do not learn when a lease is over
-                self._held[lease.id] = _without_payloads(lease)
+                self._memory.hold(lease)
             yield from self._collect_garbage()
             return lease
 
@@ -324,24 +337,19 @@ class Operations:
                 f"version is {version}, but the lease was trained with {lease.version}: "
                 "pass the version of the weights that were published after the step"
             )
-        repeated = any(lease.id == acked.id for acked, _ in self._acks)
-        known = repeated or self._held.pop(lease.id, None) is not None
-        if known and not repeated:
-            self._acks.append((_without_payloads(lease), int(version)))
+        ours = self._memory.note_ack(lease, int(version))
         _, reply = yield Run("ack", (lease.epoch, lease.version, lease.id, int(version)))
-        if known and text(reply[0]) == "over":
-            yield from self._remind(lease.epoch)
-            return
-        _, [count] = parse(reply, self._keys, self._where)
-        if not repeated and int(count) <= self._ack_count:
+        if ours and text(reply[0]) in ("over", "forgotten"):
             yield from self._remind(lease.epoch)
         else:
-            self._ack_count = int(count)
+            _, [acks] = parse(reply, self._keys, self._where)
+            if not self._memory.confirm(int(acks)):
+                yield from self._remind(lease.epoch)
         yield from self._collect_garbage()
 
     def release(self, lease: Lease) -> Steps[None]:
         """Give a lease back untrained."""
-        self._held.pop(lease.id, None)
+        self._memory.let_go(lease)
         yield from self._run("release", lease.epoch, lease.version, lease.id)
 
     def checkpointed(self, epoch: int, version: int) -> Steps[None]:
@@ -352,13 +360,18 @@ class Operations:
     def rollback(self, epoch: int, version: int) -> Steps[int]:
         """Put back what was trained after the checkpoint of ``version``."""
         count = yield from self._repeat("rollback", epoch, int(version))
+        self._memory.rollback = int(version)
         yield from self._collect_garbage()
         return count
 
     # -- what they are made of --
 
     def _run(self, name: str, *arguments: str | int | float) -> Steps[tuple[str, list[Any]]]:
+        """Run a script; return its answer and the rest of its reply."""
         _, reply = yield Run(name, arguments)
+        if text(reply[0]) == "forgotten" and arguments[0] == self._memory.epoch:
+            yield from self._remind(self._memory.epoch)
+            _, reply = yield Run(name, arguments)
         return parse(reply, self._keys, self._where)
 
     def _repeat(self, name: str, *arguments: str | int) -> Steps[int]:
@@ -441,26 +454,25 @@ class Operations:
                 yield Send(keep, instance, may_fail=True)  # it may be missing, or renamed by a call before this one
         yield from self._run("condemn", epoch, int(version), group, outcome, *kept)
 
-    def _contradicts(self, claim: Claim) -> bool:
-        """Whether the server leases what it could not if it knew all that we told it."""
-        elsewhere = {group for lease in list(self._held.values()) if lease.id != claim.id for group in lease.batch}
-        return claim.acks < self._ack_count or not elsewhere.isdisjoint(claim.members)
-
     def _remind(self, epoch: int) -> Steps[None]:
-        """Tell a server that lost its last writes what was acked and what is held."""
-        acks, held = list(self._acks), list(self._held.values())
+        """Tell a server that lost its last writes what it does not know any more: all of it, in the old order."""
+        memory = self._memory
+        acks, held = memory.acks(), memory.held()
         logger.warning(
             "Redis at %s lost its last writes; telling it again %d acks and %d leases",
             self._where,
             len(acks),
             len(held),
         )
-        if self._announced is not None:
-            yield from self._run("announce", epoch, self._announced)
+        _, [_, known] = yield from self._run("begin_epoch", _holder(), memory.nonce, epoch)
+        [marker] = yield Send((("HGET", self._keys.control, "rollback"),))
+        if memory.rollback is not None and (marker is None or text(marker) != f"{epoch}:{memory.rollback}"):
+            yield from self._repeat("rollback", epoch, memory.rollback)
+        if memory.announced is not None:
+            yield from self._run("announce", epoch, memory.announced)
         for lease, version in acks:
-            arguments = (lease.epoch, lease.version, lease.id, version)
-            _, [count] = yield from self._run("ack", *arguments, *lease.batch)
-            self._ack_count = int(count)
+            _, [known] = yield from self._run("ack", epoch, lease.version, lease.id, version, *lease.batch)
+        memory.settle(int(known))
         for lease in held:
             groups = [part for pair in lease.batch.items() for part in pair]
             yield from self._run("hold", epoch, lease.version, lease.id, lease.shards, *groups)
@@ -506,9 +518,8 @@ def _checked_payload(trajectory: Trajectory, weight: float) -> bytes:
     return payload
 
 
-def _without_payloads(lease: Lease) -> Lease:
-    """What there is to remember of a lease."""
-    return replace(lease, groups=[], corrections=np.empty(0))
+def _holder() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _evicted() -> BufferFull:

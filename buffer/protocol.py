@@ -92,6 +92,7 @@ class Stats:
         ready: complete groups that wait for the learner.
         leased: groups that the learner holds.
         unsaved: uses of groups that were acked and that no checkpoint is known to hold.
+        kept: trained groups whose payloads are still here, for a rollback.
         bytes: payload bytes stored.
         counters: what became of groups: ``reserved`` (all ever admitted), each of ``OUTCOMES`` and of ``EVENTS``:
             ``stale:age`` (those of the stale that only ``max_age_seconds`` made so), ``redelivered``, ``rolled_back``
@@ -111,6 +112,7 @@ class Stats:
     ready: int
     leased: int
     unsaved: int
+    kept: int
     bytes: int
     counters: dict[str, int] = field(default_factory=dict)
     next_expiry_worker: str = ""
@@ -193,6 +195,7 @@ class Claim:
     Attributes:
         id: of the lease.
         acks: how many leases were acked, as far as the server knows.
+        rollback: epoch and version of the last rollback, as far as the server knows.
         members: of each group, in the order of the batch.
         shards: of each group.
         corrections: of each group.
@@ -200,6 +203,7 @@ class Claim:
 
     id: str
     acks: int
+    rollback: str
     members: dict[str, tuple[Member, ...]]
     shards: dict[str, int]
     corrections: dict[str, float]
@@ -228,6 +232,11 @@ def parse(reply: list[Any], keys: Keys, where: str) -> tuple[str, list[Any]]:
     match answer:
         case "not_open":
             raise not_open(keys, where)
+        case "forgotten":
+            raise Fenced(
+                f"Redis at {where} lost its last writes, with the epoch of this learner (it is at epoch {reply[1]}): "
+                "call begin_epoch()"
+            )
         case "fenced":
             raise Fenced(
                 f"a newer learner has taken over run {keys.run!r} (epoch {reply[1]}): "
@@ -275,8 +284,8 @@ def parse_slot(group: str, rest: Sequence[Any]) -> Slot:
 
 def parse_claim(rest: Sequence[Any]) -> Claim:
     """Read the reply of ``lease``."""
-    claim = Claim(id=text(rest[0]), acks=int(rest[1]), members={}, shards={}, corrections={})
-    for name, shard, correction, *members in rest[2:]:
+    claim = Claim(id=text(rest[0]), acks=int(rest[1]), rollback=text(rest[2]), members={}, shards={}, corrections={})
+    for name, shard, correction, *members in rest[3:]:
         group = text(name)
         claim.members[group] = _parse_members(members)
         claim.shards[group] = int(shard)
@@ -287,7 +296,7 @@ def parse_claim(rest: Sequence[Any]) -> Claim:
 def parse_stats(rest: Sequence[Any]) -> Stats:
     """Read the reply of ``stats``."""
     control, counters = (_pairs(flat) for flat in rest[:2])
-    reserved, ready, leased, unsaved = (int(value) for value in rest[2:6])
+    reserved, ready, leased, unsaved, kept = (int(value) for value in rest[2:7])
     return Stats(
         version=int(control["version"]),
         epoch=int(control["epoch"]),
@@ -297,13 +306,14 @@ def parse_stats(rest: Sequence[Any]) -> Stats:
         ready=ready,
         leased=leased,
         unsaved=unsaved,
+        kept=kept,
         bytes=int(control["bytes"]),
         counters=dict.fromkeys(("reserved", *OUTCOMES, *EVENTS), 0)
         | {name: int(value) for name, value in counters.items()},
-        next_expiry_worker=text(rest[6]),
-        next_expiry_seconds=max(0.0, int(rest[7]) / 1000),
-        oldest_ready_seconds=int(rest[8]) / 1000,
-        oldest_ready_version=int(rest[9]) if rest[9] != b"" else None,
+        next_expiry_worker=text(rest[7]),
+        next_expiry_seconds=max(0.0, int(rest[8]) / 1000),
+        oldest_ready_seconds=int(rest[9]) / 1000,
+        oldest_ready_version=int(rest[10]) if rest[10] != b"" else None,
     )
 
 
@@ -312,7 +322,7 @@ def parse_groups(state: State, rest: Sequence[Any]) -> list[GroupInfo]:
     now_ms = int(rest[0])
     groups = []
     for name, row, members in rest[1:]:
-        task, worker, version, oldest, born, _, size, stored, tokens, uses, score = (text(value) for value in row)
+        task, worker, version, oldest, born, size, stored, tokens, uses, score = (text(value) for value in row)
         groups.append(
             GroupInfo(
                 group=text(name),

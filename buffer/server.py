@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -74,7 +75,7 @@ class EmbeddedRedis:
         self.host, self.port = host, _free_port(host, port)
         self.folder.mkdir(parents=True, exist_ok=True)
         password, admin_password = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        where = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        where = _address(host, self.port)
         self.url = f"redis://{acl.USER}:{password}@{where}/0"
         self.admin_url = f"redis://:{admin_password}@{where}/0"
         user = " ".join(["user", acl.USER, *acl.rules(run, password)])
@@ -231,6 +232,20 @@ class EmbeddedRedis:
         lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
         last = next((line for line in reversed(lines) if line.strip()), "it left no log")
         return f"{last.strip()} (log: {path})"
+
+
+def admin_url_in(folder: Path) -> str | None:
+    """URL, with all rights, of the server whose data are in ``folder``; None if none was ever started there."""
+    config = folder / "redis.conf"
+    text = config.read_text("utf-8") if config.exists() else ""
+    settings = dict(re.findall(r"^(bind|port|requirepass) (\S+)$", text, re.MULTILINE))
+    if len(settings) < 3:
+        return None
+    return f"redis://:{settings['requirepass']}@{_address(settings['bind'], settings['port'])}/0"
+
+
+def _address(host: str, port: int | str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _server_binary() -> Path:

@@ -164,7 +164,7 @@ def buffer_peek(
     run: RunName = None,
     payload_url: PayloadUrls = None,
     group: Annotated[str | None, typer.Option(help="Group to print; by default the one that is leased next.")] = None,
-    index: Annotated[int, typer.Option(help="Which of its trajectories.")] = 0,
+    index: Annotated[int | None, typer.Option(help="Which of its trajectories; by default the first.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Model folder with the tokenizer; known for a run folder, else ids are printed.")
     ] = None,
@@ -221,10 +221,14 @@ def buffer_drain(
 def buffer_acl(
     run: Annotated[str, typer.Argument(help="Run whose keys the user may touch; * for all runs.")] = "*",
 ) -> None:
-    """Print the Redis command that makes a user who may do what the buffer needs, and nothing else."""
-    from cluster import store
+    """Print the Redis command that makes a user who may do what the buffer needs, and nothing else.
 
-    store.print_rules(run)
+    Put a password in place of PASSWORD, and both into buffer.url.
+    """
+    with _errors_reported():
+        from cluster import store
+
+        store.print_rules(run)
 
 
 def main() -> None:

@@ -106,6 +106,11 @@ def _check_buffer(config: Config) -> None:
         raise ValueError(
             f"buffer.host={buffer.host}: it is where our own Redis listens, but buffer.url names another; remove one"
         )
+    if buffer.host in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"buffer.host={buffer.host}: workers are told this address, and it means their own machine; give the "
+            "address by which they reach this one"
+        )
     if buffer.min_group_size is not None and buffer.min_group_size > buffer.group_size:
         raise ValueError(
             f"buffer.min_group_size={buffer.min_group_size}: expected at most buffer.group_size={buffer.group_size}; "

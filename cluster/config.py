@@ -186,8 +186,8 @@ class BufferConfig(Section):
     min_group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
     """Trajectories that a group is trained with if its other episodes failed for good; null means all of them."""
     order: Literal["fifo", "uniform", "priority"] = "fifo"
-    """Order in which groups are trained: oldest first, a uniform draw, or a draw by the ``weight`` in the info of an
-    environment's last step, corrected for in the gradient."""
+    """Order in which groups are trained: oldest first, a uniform draw, or a draw by the ``weight`` (0.001 to 1000) in
+    the info of an environment's step, corrected for in the gradient."""
     look_ahead: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     """Under ``fifo``, groups that may be trained before an older one whose episodes still run; beyond, the learner
     waits for it. Null lets its staleness decide."""

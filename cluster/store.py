@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.chat import Chat
-from buffer import OUTCOMES, Buffer, BufferUnavailable, GroupInfo, State, Stats, Trajectory, acl, runs_in
+from buffer import OUTCOMES, Buffer, BufferUnavailable, GroupInfo, NotOpen, State, Stats, Trajectory, acl, runs_in
+from buffer.keys import Keys
+from buffer.server import admin_url_in
 from cluster.errors import RunError
 
 TIMEOUT_SECONDS = 10.0
@@ -59,6 +60,8 @@ def find(target: str, run: str | None, payload_urls: Sequence[str]) -> Target:
         BufferUnavailable: Redis does not answer.
     """
     if "://" not in target:
+        if run is not None or payload_urls:
+            raise RunError(f"{target} is a run folder, which names its run itself; leave out --run and --payload-url")
         return _of_folder(Path(target))
     if run is None:
         runs = runs_in(target, timeout_seconds=TIMEOUT_SECONDS)
@@ -68,7 +71,19 @@ def find(target: str, run: str | None, payload_urls: Sequence[str]) -> Target:
             names = ", ".join(runs[:10]) + (", ..." if len(runs) > 10 else "")
             raise RunError(f"{len(runs)} runs have a buffer in this Redis ({names}); choose one by --run")
         [run] = runs
-    return Target(Buffer(target, run, timeout_seconds=TIMEOUT_SECONDS, payload_urls=payload_urls), run, None)
+    try:
+        buffer = Buffer(target, run, timeout_seconds=TIMEOUT_SECONDS, payload_urls=payload_urls)
+        instances = buffer.payload_instances()
+    except ValueError as error:  # the name
+        raise RunError(f"--run: {error}") from error
+    except NotOpen as error:
+        raise RunError(f"--run {run}: no such run in this Redis; leave it out to see which there are") from error
+    if instances != len(payload_urls):
+        raise RunError(
+            f"the payloads of run {run} are on {instances} payload instances, and {len(payload_urls)} were given; pass "
+            "--payload-url for each, in the order of buffer.payload_urls"
+        )
+    return Target(buffer, run, None)
 
 
 def print_stats(target: Target, *, as_json: bool, console: Console) -> None:
@@ -105,14 +120,14 @@ def print_stats(target: Target, *, as_json: bool, console: Console) -> None:
 
 
 def print_trajectory(
-    target: Target, *, group: str | None, index: int, tokenizer: Path | None, as_json: bool, console: Console
+    target: Target, *, group: str | None, index: int | None, tokenizer: Path | None, as_json: bool, console: Console
 ) -> None:
     """Print one trajectory as text, what the policy was given and what it sampled apart.
 
     Args:
         target: where it is.
         group: its group; None for the one that is leased next, or else held, or else kept.
-        index: which member.
+        index: which member; None for the first that is there.
         tokenizer: folder of the tokenizer; None prints token ids.
         as_json: print the arrays instead.
         console: where to print.
@@ -127,12 +142,10 @@ def print_trajectory(
     if info is None:
         wanted = f"--group {group}: no such group" if group else "nothing to print: no trajectory"
         raise RunError(f"{wanted} in the buffer of run {target.run}; `headrace buffer stats` shows what there is")
-    members = {trajectory.index: trajectory for trajectory in target.buffer.peek(info)}
-    if index not in members:
-        raise RunError(
-            f"--index {index}: group {info.group} has the members {', '.join(map(str, members)) or 'none'}; choose one"
-        )
-    trajectory = members[index]
+    try:
+        trajectory = target.buffer.peek(info, index)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     if as_json:
         console.print_json(json.dumps(_trajectory_data(info, trajectory)))
         return
@@ -141,7 +154,16 @@ def print_trajectory(
 
 
 def print_rules(run: str) -> None:
-    """Print the command that makes a Redis user who may do what the buffer of ``run`` needs, and nothing else."""
+    """Print the command that makes a Redis user who may do what the buffer of ``run`` needs, and nothing else.
+
+    Raises:
+        RunError: no run can have this name.
+    """
+    if run != "*":
+        try:
+            Keys(run)
+        except ValueError as error:
+            raise RunError(str(error)) from error
     print(" ".join(["ACL SETUSER", acl.USER, *acl.rules(run, "PASSWORD")]))
 
 
@@ -166,13 +188,10 @@ def _url_of(folder: Path) -> str:
     url = yaml.safe_load(config.read_text(encoding="utf-8"))["buffer"]["url"]
     if url is not None:
         raise RunError(f"the run in {folder} uses the Redis at {url}; give that URL, with its password, and --run")
-    path = folder / "redis" / "redis.conf"
-    settings = (
-        dict(re.findall(r"^(bind|port|requirepass) (\S+)$", path.read_text("utf-8"), re.M)) if path.exists() else {}
-    )
-    if len(settings) != 3:
+    own = admin_url_in(folder / "redis")
+    if own is None:
         raise RunError(f"the run in {folder} has not started a Redis yet; try again when it has")
-    return f"redis://:{settings['requirepass']}@{settings['bind']}:{settings['port']}/0"
+    return own
 
 
 def _listed(target: Target, state: State) -> list[GroupInfo]:
@@ -188,7 +207,12 @@ def _table(*columns: str) -> Table:
 
 def _states(stats: Stats, groups: dict[State, list[GroupInfo]]) -> Table:
     table = _table("state", "groups", "trajectories", "bytes", "oldest", "versions")
-    counts = {State.RESERVED: stats.reserved, State.READY: stats.ready, State.LEASED: stats.leased}
+    counts = {
+        State.RESERVED: stats.reserved,
+        State.READY: stats.ready,
+        State.LEASED: stats.leased,
+        State.KEPT: stats.kept,
+    }
     meaning = {
         State.RESERVED: "reserved (episodes run)",
         State.READY: "ready",
@@ -199,7 +223,7 @@ def _states(stats: Stats, groups: dict[State, list[GroupInfo]]) -> Table:
         versions = [info.oldest_version for info in found if info.oldest_version is not None]
         table.add_row(
             meaning[state],
-            str(counts.get(state, len(found))),
+            str(counts[state]),
             str(sum(len(info.members) for info in found)),
             _size(sum(info.bytes for info in found)),
             _seconds(max((info.age_seconds for info in found), default=None)),
@@ -225,8 +249,18 @@ def _outcomes(stats: Stats) -> Table:
         if count and name != "reserved" and name.partition(":")[0] not in OUTCOMES
     }
     for name, count in others.items():
-        table.add_row(name.replace("_", " "), str(count), style="dim")
+        table.add_row(_EVENTS.get(name, name), str(count), style="dim")
     return table
+
+
+_EVENTS = {
+    "redelivered": "put back by a new learner",
+    "rolled_back": "put back by a rollback",
+    "short_groups": "complete with fewer members",
+    "tasks_given_up": "tasks given up",
+    "uses": "trained, each use",
+}
+"""What the counters of events count."""
 
 
 def _leases(leased: list[GroupInfo]) -> Table:
@@ -273,8 +307,12 @@ def _headline(info: GroupInfo, trajectory: Trajectory) -> Text:
     lines = [
         f"task {trajectory.task}, {info.state}, {len(trajectory.tokens)} tokens of which {sampled} sampled, "
         f"by version {versions} on {trajectory.sampler or 'a sampler without name'}",
-        f"{trajectory.status}, reward {trajectory.reward:g}, {info.age_seconds:.1f} s old, "
-        + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in trajectory.timings.items()),
+        ", ".join(
+            [
+                f"{trajectory.status}, reward {trajectory.reward:g}, {info.age_seconds:.1f} s old",
+                *(f"{name} {seconds:.2f} s" for name, seconds in trajectory.timings.items()),
+            ]
+        ),
     ]
     if trajectory.metadata:
         lines.append(json.dumps(trajectory.metadata, ensure_ascii=False))

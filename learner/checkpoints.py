@@ -76,10 +76,12 @@ class Checkpoints:
         values = self._manager.restore(step, args=wanted)[_STATE]
         return Restored(jax.tree.map_with_path(lambda path, _: values[_name(path)], abstract), int(about["version"]))
 
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written that is not durable yet."""
-        return bool(self._manager.is_saving_in_progress())
+    def durable(self) -> bool:
+        """Whether everything saved is on the disk; raises what went wrong with the last write."""
+        if self._manager.is_saving_in_progress():
+            return False
+        self._manager.wait_until_finished()  # it does not wait now, but a failed write looks finished, too
+        return True
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what went wrong."""

@@ -122,6 +122,7 @@ class Learner:
         self._train.warm_up(self._state)
         self._epoch = self._buffer.begin_epoch()
         undone = self._buffer.rollback(self._epoch, saved_version)
+        self._buffer.checkpointed(self._epoch, saved_version)
         if undone:
             logger.info("%d groups that were trained after the checkpoint come again", undone)
         self._version = taken + 1
@@ -177,7 +178,7 @@ class Learner:
                 on_step(self._make_step(batch, idle))
                 if self._step % self._checkpoint_every == 0:
                     self._save()
-                self._confirm_saved()
+                self._confirm_saved(self._outage)
         except (WaitTimeout, BufferUnavailable):
             with contextlib.suppress(PublicationError, BufferUnavailable):  # the first error is the one to tell
                 self._save()
@@ -188,7 +189,7 @@ class Learner:
             stream.close()
             self._checkpoints.wait()
             with contextlib.suppress(BufferUnavailable, Fenced):  # then the next start of the run does it
-                self._confirm_saved()
+                self._confirm_saved(0.0)
 
     def close(self) -> None:
         """End the threads."""
@@ -243,8 +244,8 @@ class Learner:
         self._checkpoints.save(self._step, self._state, version=self._version)
         self._saving = self._version
 
-    def _confirm_saved(self) -> None:
+    def _confirm_saved(self, outage_seconds: float) -> None:
         """Tell the buffer of the last checkpoint once it is durable."""
-        if self._saving is not None and not self._checkpoints.writing:
-            patiently(partial(self._buffer.checkpointed, self._epoch, self._saving), self._outage)
+        if self._saving is not None and self._checkpoints.durable():
+            patiently(partial(self._buffer.checkpointed, self._epoch, self._saving), outage_seconds)
             self._saving = None

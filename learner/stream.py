@@ -133,8 +133,10 @@ class Stream:
         advantages = [self._advantage([t.rewards for t in group]) for group in lease.groups]
         informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
         examples, skipped_tokens = [], 0
+        # Of mean 1, which bounds what a group that was drawn against the odds may weigh.
+        corrections = lease.corrections / lease.corrections.mean()
         for group, group_advantages, useful, correction in zip(
-            lease.groups, advantages, informative, lease.corrections, strict=True
+            lease.groups, advantages, informative, corrections, strict=True
         ):
             if self._skip_without_advantage and not useful:
                 skipped_tokens += sum(int(t.loss_mask.sum()) for t in group)

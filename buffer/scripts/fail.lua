@@ -9,7 +9,7 @@ end
 local group, index, failures, reason = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local key = group_key(group)
 if not redis.call('ZSCORE', reserved, group) then
-  return {'gone'}
+  return {redis.call('HEXISTS', key, 'd' .. index) == 1 and 'dropped' or 'gone'}
 end
 local size = tonumber(redis.call('HGET', key, 'size'))
 if tonumber(index) >= size then

@@ -7,6 +7,9 @@ local refused = refuse(ARGV[1])
 if refused then
   return refused
 end
+if redis.call('LPOS', prefix .. 'closed', ARGV[3]) then
+  return {'ok'} -- it was acked meanwhile
+end
 local version = ARGV[2]
 local record = {id = ARGV[3], counts = {}}
 for k = 1, tonumber(ARGV[4]) do

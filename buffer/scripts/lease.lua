@@ -129,6 +129,9 @@ if need > 0 then
   if not record.id then
     record.id = ARGV[4]
     redis.call('HSET', leases, version, cjson.encode(record))
+    for _ = 2, shards do
+      wake('ready', shards) -- the other processes of the gang wait, too
+    end
   end
 end
 
@@ -137,9 +140,9 @@ for _, group in ipairs(held) do
   places[group] = tonumber(redis.call('HGET', group_key(group), 'place'))
 end
 table.sort(held, function(a, b) return places[a] < places[b] end)
-local batch = {'ok', record.id, number('acks')}
+local batch = {'ok', record.id, number('acks'), redis.call('HGET', control, 'rollback') or ''}
 for position, group in ipairs(held) do
   local about = redis.call('HMGET', group_key(group), 'shard', 'correction')
-  batch[position + 3] = {group, about[1], about[2] or '1', unpack(members_of(group))}
+  batch[position + 4] = {group, about[1], about[2] or '1', unpack(members_of(group))}
 end
 return batch

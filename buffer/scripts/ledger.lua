@@ -4,7 +4,7 @@
 --   counter reserved = acked + stale + expired + abandoned + quarantined + lost + groups outstanding.
 --
 -- KEYS[1] is the run's control hash; all other keys share its hash tag and so its cluster slot:
---   control      hash   format, version, announced, epoch, holder, acks, tickets, cursor, bytes, group_bytes, horizon,
+--   control      hash   format, version, announced, epoch, holder, begun, rollback, acks, tickets, cursor, bytes, group_bytes, horizon,
 --                       payload_instances, clock, set_back and the limits
 --   counters     hash   what became of groups
 --   reserved     zset   group -> deadline in milliseconds of the run's clock, see now()
@@ -22,6 +22,7 @@
 --   payload:<g>:<i>:<nonce>   bytes of a member, here or on the group's payload instance
 --   garbage      list   payloads on payload instances that are to be deleted; scripts cannot reach them
 --   past:<g>     string what became of a group, for a while, so that a late retry gets the right answer
+--   quarantine   list   names of the damaged payloads that are kept: quarantine:<g>:<i>:<nonce>
 --   retry        list   tasks to issue again before new ones;  attempts  hash  task -> slots it failed in
 --   wake:ready, wake:slots   lists of at most a few tokens, on which the learner and the workers block
 
@@ -58,8 +59,9 @@ local function refuse(epoch)
   if not is_open() then
     return {'not_open'}
   end
-  if tonumber(epoch) ~= number('epoch') then
-    return {'fenced', number('epoch')}
+  local current = number('epoch')
+  if tonumber(epoch) ~= current then
+    return {tonumber(epoch) > current and 'forgotten' or 'fenced', current}
   end
 end
 
@@ -156,6 +158,15 @@ local function add_ready(group)
   if redis.call('ZCARD', ready) >= limits.groups_per_batch or limits.tokens_per_batch then
     wake('ready', 1)
   end
+end
+
+-- Put a group back that was leased: in its old place, or, where the order is a draw, in one drawn anew, since places up
+-- to the horizon are no part of the draw.
+local function put_back(group)
+  if redis.call('HGET', control, 'order') ~= 'fifo' then
+    redis.call('HSET', group_key(group), 'place', place_of(group, redis.call('HINCRBY', control, 'tickets', 1)))
+  end
+  add_ready(group)
 end
 
 local function take_ready(group)
@@ -268,12 +279,12 @@ local function sweep()
   end
 end
 
--- Put every group of a lease back where the next lease finds it, in its old place.
+-- Put every group of a lease back where the next lease finds it.
 local function redeliver(groups)
   for _, group in ipairs(groups) do
     redis.call('ZREM', leased, group)
     redis.call('HDEL', group_key(group), 'shard', 'correction')
-    add_ready(group)
+    put_back(group)
     count('redelivered')
   end
 end

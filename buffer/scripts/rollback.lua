@@ -1,6 +1,6 @@
 -- rollback: training goes on from the checkpoint with the weights of this version (-1: from the beginning).
 -- Invariant: nothing that the weights have not learned from counts as trained. Every later use is undone: its group is
--- ready again in its old place; if its payloads are gone, because no lease could take them any more, its task is issued
+-- ready again in its old place (see put_back); if its payloads are gone, because no lease could take them any more, its task is issued
 -- again. The policy version does not go back. Idempotent and fenced; one chunk per call, the answer is how many uses it
 -- had. Nothing may be leased.
 -- ARGV: epoch, version
@@ -22,12 +22,15 @@ for _, use in ipairs(later) do
   if redis.call('HDEL', key, 'settled') == 1 then
     count('acked', -1)
     if redis.call('ZREM', kept, group) == 1 then -- its payloads are here
-      add_ready(group)
+      put_back(group)
     elseif uses > 0 then
       settle(group)
     else
       discard(group, 'stale', true)
     end
   end
+end
+if #later == 0 then
+  redis.call('HSET', control, 'rollback', ARGV[1] .. ':' .. ARGV[2])
 end
 return {'ok', #later}

@@ -13,4 +13,4 @@ local born = redis.call('ZRANGE', ready_births, 0, 0, 'WITHSCORES')[2]
 local version = redis.call('ZRANGE', ready_versions, 0, 0, 'WITHSCORES')[2]
 return {'ok', redis.call('HGETALL', control), redis.call('HGETALL', prefix .. 'counters'),
   redis.call('ZCARD', reserved), redis.call('ZCARD', ready), redis.call('ZCARD', leased), redis.call('ZCARD', trained),
-  worker, left_ms, born and now() - born or 0, version or ''}
+  redis.call('ZCARD', kept), worker, left_ms, born and now() - born or 0, version or ''}

@@ -148,10 +148,14 @@ def groups(world):
     return lambda client: [info.task for info in client.groups(State.READY, 100)]
 
 
+def payload_instances(world):
+    return lambda client: client.payload_instances()
+
+
 def peek(world):
     world.ready()
     [info] = world.beside.groups(State.READY, 1)
-    return lambda client: [member.index for member in client.peek(info)]
+    return lambda client: client.peek(info).index
 
 
 def reserve(world):
@@ -321,6 +325,7 @@ CASES = {
     "stats": [stats],
     "groups": [groups],
     "peek": [peek],
+    "payload_instances": [payload_instances],
     "reserve": [reserve, reserve_in_vain],
     "renew": [renew, renew_too_late],
     "commit": [commit_first_member, commit_last_member, commit_again, commit_without_slot, commit_stale],

@@ -4,10 +4,13 @@ And a server that forgets: one that was killed before it had written everything 
 holds and has acked.
 """
 
+import queue
+import threading
+
 import pytest
 from buffer_examples import complete, limits, trajectory
 
-from buffer import BufferError, Fenced, State, WaitTimeout
+from buffer import Buffer, BufferError, Fenced, State, WaitTimeout
 
 
 def train(buffer, epoch, versions):
@@ -164,8 +167,9 @@ def test_what_is_inside_can_be_looked_at(buffer, workers, call):
     assert (leased.lease_version, leased.tokens, leased.oldest_version) == (1, 12, 0)
     assert (running.worker, running.members, running.oldest_version) == ("worker-7", (), None)
     assert 0 < running.expires_seconds <= 60
-    assert [member.index for member in buffer.peek(leased)] == [0, 1]
-    assert buffer.peek(running) == []
+    assert [buffer.peek(leased).index, buffer.peek(leased, 1).index] == [0, 1]
+    with pytest.raises(ValueError, match="has the members none"):
+        buffer.peek(running)
 
 
 def test_a_drained_buffer_holds_what_the_learner_holds_and_its_tasks_come_again(buffer, workers, call):
@@ -269,3 +273,85 @@ def test_a_released_lease_is_not_taken_for_a_forgotten_one(buffer, workers, call
     assert buffer.lease(epoch, 0, timeout=0).group_ids == lease.group_ids
     with pytest.raises(WaitTimeout):
         buffer.lease(epoch, 1, timeout=0)
+
+
+def test_an_ack_that_is_repeated_after_a_kill_brings_back_the_one_before_it(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    for _ in range(3):
+        call(complete(workers))
+    leases = [buffer.lease(epoch, version, timeout=0) for version in range(2)]
+    memory = Memory(raw, run)
+    buffer.ack(leases[0], 1)
+    buffer.ack(leases[1], 2)  # its reply is lost in the kill, so it is repeated
+    memory.restore()
+    buffer.ack(leases[1], 2)
+    stats = buffer.stats()
+    assert (stats.counters["acked"], stats.leased, stats.version, stats.unaccounted) == (2, 0, 2, 0)
+
+
+def test_an_epoch_that_the_server_forgot_goes_on(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    for _ in range(2):
+        call(complete(workers))
+    memory = Memory(raw, run)
+    epoch = buffer.begin_epoch()
+    lease = buffer.lease(epoch, 0, timeout=0)
+    memory.restore()
+    buffer.ack(lease, 1)
+    train(buffer, epoch, [1])
+    stats = buffer.stats()
+    assert (stats.epoch, stats.counters["acked"], stats.version, stats.unaccounted) == (epoch, 2, 2, 0)
+
+
+def test_an_epoch_that_the_server_forgot_does_not_take_over_from_a_newer_one(server, buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    call(complete(workers))
+    memory = Memory(raw, run)
+    epoch = buffer.begin_epoch()
+    memory.restore()
+    newer = Buffer(server.url, run, timeout_seconds=5)
+    assert newer.begin_epoch() == newer.begin_epoch() - 1 == epoch
+    with pytest.raises(Fenced, match="a newer learner has taken over"):
+        buffer.lease(epoch, 0, timeout=0)
+    newer.close()
+
+
+def test_a_rollback_that_the_server_forgot_is_made_again(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    slots = [call(complete(workers)) for _ in range(4)]
+    train(buffer, epoch, range(3))
+    epoch = buffer.begin_epoch()
+    memory = Memory(raw, run)
+    buffer.rollback(epoch, 1)
+    retrained = train(buffer, epoch, [4])
+    memory.restore()
+    retrained += train(buffer, epoch, [5, 6])
+    buffer.checkpointed(epoch, 7)
+    assert retrained == [[slot.group] for slot in slots[1:]]
+    stats = buffer.stats()
+    assert (stats.counters["acked"], stats.counters["rolled_back"], stats.unaccounted) == (4, 2, 0)
+
+
+def test_leasing_beside_acks_is_no_sign_of_a_server_that_forgets(buffer, workers, call, caplog):
+    """The learner leases in one thread and acks in another."""
+    buffer.open(limits(max_staleness=99, groups_per_batch=1, group_size=1, max_uses=3))
+    epoch = buffer.begin_epoch()
+    for _ in range(60):
+        call(complete(workers))
+    held = queue.Queue()
+
+    def ack():
+        while (lease := held.get()) is not None:
+            buffer.ack(lease, lease.version + 1)
+
+    acking = threading.Thread(target=ack)
+    acking.start()
+    for version in range(90):
+        held.put(buffer.lease(epoch, version, timeout=5))
+    held.put(None)
+    acking.join()
+    assert "lost its last writes" not in caplog.text
+    stats = buffer.stats()
+    assert (stats.counters["uses"], stats.counters["redelivered"], stats.leased) == (90, 0, 0)

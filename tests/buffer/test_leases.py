@@ -1,13 +1,24 @@
 """Which groups a lease takes: orders, look-ahead, budgets of tokens, shards, and groups that are used again."""
 
 import math
+import random
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from buffer_examples import complete, limits, trajectory
 from scipy.stats import chisquare
 
-from buffer import BufferError, Commit, Failure, Order, WaitTimeout
+from buffer import Buffer, BufferError, Commit, Failure, Order, WaitTimeout
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch):
+    """A draw depends on the names of the groups, so that it can be repeated."""
+    rng = random.Random(0)
+    monkeypatch.setattr("buffer.operations.uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128)))
 
 
 def ready(buffer, workers, call, weights, version=0):
@@ -298,3 +309,66 @@ def test_enough_members_make_a_group_when_its_worker_goes_away(buffer, workers, 
     assert len(buffer.lease(epoch, 0, timeout=0).trajectories) == 2
     stats = buffer.stats()
     assert (stats.counters[end], stats.counters["short_groups"], stats.unaccounted) == (0, 1, 0)
+
+
+# --- draws that were disturbed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("disturbance", ["release", "begin_epoch", "rollback", "change of order"])
+def test_corrections_stay_unbiased_whatever_put_the_groups_back(buffer, workers, call, disturbance):
+    weights_N, batch = np.array([4.0, 2.0, 1.0, 1.0, 0.5]), 2
+    bounds = limits(max_staleness=9999, groups_per_batch=batch, group_size=1, order=Order.PRIORITY)
+    if disturbance == "change of order":
+        buffer.open(replace(bounds, order=Order.FIFO))
+    else:
+        buffer.open(bounds)
+    epoch, version, estimates = buffer.begin_epoch(), 0, []
+    for _ in range(150):
+        if disturbance == "change of order":
+            buffer.open(replace(bounds, order=Order.FIFO))
+        groups = ready(buffer, workers, call, weights_N, version)
+        buffer.open(bounds)
+        lease = buffer.lease(epoch, version, timeout=0) if disturbance != "change of order" else None
+        if disturbance == "release":
+            buffer.release(lease)
+        elif disturbance == "begin_epoch":
+            epoch = buffer.begin_epoch()
+        elif disturbance == "rollback":
+            buffer.checkpointed(epoch, version)
+            buffer.ack(lease, version + 1)
+            epoch = buffer.begin_epoch()
+            buffer.rollback(epoch, version)
+            version += 1
+        lease = buffer.lease(epoch, version, timeout=0)
+        values = np.array([groups.index(group) for group in lease.group_ids], float)
+        estimates.append((lease.corrections * values).mean())
+        version += 1
+        buffer.ack(lease, version)
+        buffer.drain()
+    error = np.mean(estimates) - np.arange(5).mean()
+    assert abs(error) < 4.5 * np.std(estimates) / math.sqrt(len(estimates))
+
+
+def test_groups_of_an_older_order_are_not_starved(buffer, workers, call):
+    bounds = limits(max_staleness=99, groups_per_batch=1, group_size=1)
+    buffer.open(bounds)
+    epoch = buffer.begin_epoch()
+    old = set(ready(buffer, workers, call, [1.0] * 10))
+    buffer.open(replace(bounds, order=Order.UNIFORM))
+    ready(buffer, workers, call, [1.0] * 10)
+    leased = {group for version in range(10) for group in buffer.lease(epoch, version, timeout=0).batch}
+    assert 1 <= len(leased & old) <= 9
+
+
+def test_every_process_of_a_gang_is_woken(server, run, buffer, workers, call):
+    buffer.open(limits(groups_per_batch=4, group_size=1))
+    epoch = buffer.begin_epoch()
+    clients = [Buffer(server.url, run, timeout_seconds=20) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        leases = [threads.submit(client.lease, epoch, 0, 10, shard=k, shards=4) for k, client in enumerate(clients)]
+        for _ in range(4):
+            call(complete(workers))
+        groups = [group for lease in leases for group in lease.result().group_ids]
+    assert len(set(groups)) == 4
+    for client in clients:
+        client.close()

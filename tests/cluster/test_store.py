@@ -154,7 +154,7 @@ def test_drain_and_delete_leaves_nothing(server, run):
     assert done.returncode == 0 and "keys deleted" in done.stdout
     assert run not in store.runs_in(server.admin_url, timeout_seconds=5)
     again = headrace("stats", server.admin_url, "--run", run)
-    assert again.returncode == 2 and f"run '{run}' has no buffer" in again.stderr
+    assert again.returncode == 2 and f"--run {run}: no such run in this Redis" in again.stderr
 
 
 def test_a_run_folder_names_its_own_redis(tmp_path, tokenizer):
@@ -203,7 +203,7 @@ def test_a_trajectory_that_is_not_there_says_what_is(server, run):
     options = {"tokenizer": None, "as_json": False}
     with pytest.raises(store.RunError, match="--group nobody: no such group"):
         printed(store.print_trajectory, target, group="nobody", index=0, **options)
-    with pytest.raises(store.RunError, match=r"--index 5: group .* has the members 0, 1; choose one"):
+    with pytest.raises(store.RunError, match=r"index is 5; group .* has the members 0, 1: choose one"):
         printed(store.print_trajectory, target, group=None, index=5, **options)
 
 

@@ -118,3 +118,23 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path, model
     assert version == state.step == latest
     assert (np.asarray(state.params["x"]) == latest).all()
     checkpoints.close()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_durable(tmp_path, model, params, make_step, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", model, keep=2)
+    state = make_step().initialise(params)
+
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    checkpoints.save(1, state, version=1)
+    while not checkpoints.durable():
+        pass
+    monkeypatch.setattr(os, "rename", full)
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr("pathlib.Path.rename", full)
+    with pytest.raises(Exception, match="No space left"):
+        checkpoints.save(2, state, version=2)
+        while not checkpoints.durable():
+            pass
+    assert checkpoints.latest() == 1
