@@ -80,17 +80,21 @@ class Memory:
         with self._lock:
             self.confirmed = self._expected = acks
 
-    def contradicts(self, claim: Claim, confirmed: int) -> bool:
-        """Whether the server leases what it could not if it knew all that it was told.
+    def knows_more(self, acks: int, rollback: str, confirmed: int) -> bool:
+        """Whether the server has forgotten an ack or the rollback.
 
         Args:
-            claim: what it leases.
+            acks: those that it knows of.
+            rollback: epoch and version of the last rollback that it knows of.
             confirmed: ``confirmed`` as it was before the server was asked.
         """
+        return acks < confirmed or (self.rollback is not None and rollback != f"{self.epoch}:{self.rollback}")
+
+    def holds_any(self, claim: Claim) -> bool:
+        """Whether the server leases what is held already."""
         with self._lock:
             elsewhere = {group for lease in self._held.values() if lease.id != claim.id for group in lease.batch}
-            rolled_back = self.rollback is None or claim.rollback == f"{self.epoch}:{self.rollback}"
-            return claim.acks < confirmed or not elsewhere.isdisjoint(claim.members) or not rolled_back
+            return not elsewhere.isdisjoint(claim.members)
 
     def acks(self) -> list[tuple[Lease, int]]:
         """The last acks, with the version of each, the oldest first."""

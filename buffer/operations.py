@@ -301,12 +301,7 @@ class Operations:
         deadline = time.monotonic() + timeout
         decoded: dict[str, list[Trajectory]] = {}
         while True:
-            confirmed = self._memory.confirmed
             claim = yield from self._claim(epoch, version, shards, deadline, timeout)
-            if self._memory.contradicts(claim, confirmed):
-                yield from self._run("release", epoch, int(version), claim.id)
-                yield from self._remind(epoch)
-                continue
             own = [group for group in claim.members if claim.shards[group] == shard]
             bad = yield from self._fetch(
                 {group: claim.members[group] for group in own if group not in decoded}, decoded
@@ -388,19 +383,30 @@ class Operations:
         return Send((("BLPOP", self._keys.wake(whom), max(0.01, min(seconds, self._block_seconds))),))
 
     def _claim(self, epoch: int, version: int, shards: int, deadline: float, timeout: float) -> Steps[Claim]:
-        """Wait until the server leases a whole batch."""
+        """Wait until the server leases a whole batch, and knows all that it was told."""
         lease_id = uuid.uuid4().hex
         while True:
+            confirmed = self._memory.confirmed
             answer, rest = yield from self._run("lease", epoch, int(version), shards, lease_id)
-            if answer == "ok":
-                return parse_claim(rest)
             if answer == "again":
+                continue
+            if answer == "ok":
+                claim = parse_claim(rest)
+                if not (
+                    self._memory.knows_more(claim.acks, claim.rollback, confirmed) or self._memory.holds_any(claim)
+                ):
+                    return claim
+                yield from self._run("release", epoch, int(version), claim.id)
+                yield from self._remind(epoch)
+                continue
+            acks, rollback, worker = rest
+            if self._memory.knows_more(int(acks), text(rollback), confirmed):
+                yield from self._remind(epoch)
                 continue
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 stats = yield from self.stats()
-                worker = text(rest[0])
-                behind = f", the oldest running group is that of worker {worker}" if worker else ""
+                behind = f", the oldest running group is that of worker {text(worker)}" if worker else ""
                 raise WaitTimeout(
                     f"no batch of {stats.limits.groups_per_batch} complete groups for version {version} after "
                     f"{timeout:g} s; the learner waits for the rollout workers{behind}: {stats}"
@@ -464,7 +470,9 @@ class Operations:
             len(acks),
             len(held),
         )
-        _, [_, known] = yield from self._run("begin_epoch", _holder(), memory.nonce, epoch)
+        known = memory.confirmed
+        if memory.epoch == epoch:  # else another process of the gang began it, and tells
+            _, [_, known] = yield from self._run("begin_epoch", _holder(), memory.nonce, epoch)
         [marker] = yield Send((("HGET", self._keys.control, "rollback"),))
         if memory.rollback is not None and (marker is None or text(marker) != f"{epoch}:{memory.rollback}"):
             yield from self._repeat("rollback", epoch, memory.rollback)

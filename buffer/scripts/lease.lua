@@ -117,7 +117,8 @@ if need > 0 then
   local picked = pick(need)
   if not picked then
     local first = redis.call('ZRANGE', running, 0, 0)
-    return {'wait', first[1] and redis.call('HGET', group_key(first[1]), 'worker') or ''}
+    local worker = first[1] and redis.call('HGET', group_key(first[1]), 'worker') or ''
+    return {'wait', number('acks'), redis.call('HGET', control, 'rollback') or '', worker}
   end
   for k = 1, record.id and 0 or shards do
     record.counts[k] = 0
