@@ -470,10 +470,9 @@ class Operations:
             len(acks),
             len(held),
         )
-        known = memory.confirmed
         if memory.epoch == epoch:  # else another process of the gang began it, and tells
-            _, [_, known] = yield from self._run("begin_epoch", _holder(), memory.nonce, epoch)
-        [marker] = yield Send((("HGET", self._keys.control, "rollback"),))
+            yield from self._run("begin_epoch", _holder(), memory.nonce, epoch)
+        [[known, marker]] = yield Send((("HMGET", self._keys.control, "acks", "rollback"),))
         if memory.rollback is not None and (marker is None or text(marker) != f"{epoch}:{memory.rollback}"):
             yield from self._repeat("rollback", epoch, memory.rollback)
         if memory.announced is not None:
