@@ -64,6 +64,8 @@ _FORGETS_SECONDS = 3
 _OVERDUE_SECONDS = 20
 """No slot is open for so long after its deadline: somebody sweeps long before."""
 _BATCHES_BETWEEN_KILLS = 5
+_REDIS_KILLS_PER_MINUTE = 4
+"""The guard leaves a server alone that ends more often than five times."""
 _KINDS = ("acked", "stale", "stale:age", "expired", "abandoned", "redelivered", "rolled_back", "short_groups")
 
 
@@ -194,6 +196,9 @@ class Race:
         self.start_gang()
 
     def kill_redis(self):
+        earlier = self.redis_kills[-_REDIS_KILLS_PER_MINUTE:]
+        if len(earlier) == _REDIS_KILLS_PER_MINUTE:
+            self.watch(earlier[0] + 60 - time.time())
         victim = psutil.Process(self.server.pid)
         victim.kill()
         self.redis_kills.append(time.time())
