@@ -22,8 +22,9 @@ from buffer.errors import BufferError
 from buffer.keys import Keys
 from buffer.lease import Lease
 from buffer.limits import Limits
-from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Run, Send, Steps
+from buffer.operations import LONGEST_BLOCK_SECONDS, Operations
 from buffer.protocol import Commit, Failure, Slot, Stats
+from buffer.requests import Run, Send, Steps
 from buffer.trajectory import Trajectory
 
 

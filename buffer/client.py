@@ -25,8 +25,9 @@ from buffer.errors import BufferError
 from buffer.keys import ANY_CONTROL, Keys, run_of
 from buffer.lease import Lease
 from buffer.limits import Limits
-from buffer.operations import LONGEST_BLOCK_SECONDS, Operations, Run, Send, Steps
+from buffer.operations import LONGEST_BLOCK_SECONDS, Operations
 from buffer.protocol import Commit, Failure, GroupInfo, Slot, State, Stats, text
+from buffer.requests import Run, Send, Steps
 from buffer.trajectory import Trajectory
 
 

@@ -35,7 +35,7 @@ from redis.retry import Retry
 
 from buffer.errors import BufferError, BufferFull, BufferUnavailable
 from buffer.lua import script
-from buffer.operations import Command, Run, Send
+from buffer.requests import Command, Run, Send
 
 _RETRIES = 3
 _ASYNC_CONNECTIONS = 16

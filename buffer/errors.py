@@ -27,6 +27,10 @@ class Fenced(BufferError):
     """The call came from a learner epoch that a newer one has replaced, or from a lease that is over."""
 
 
+class Forgotten(Fenced):
+    """The server was killed, and lost calls of this learner that it had answered, for good."""
+
+
 class FormatError(BufferError):
     """Bytes that are not what the reader understands: another format number, damage, or something else."""
 

@@ -4,38 +4,35 @@ Each operation is a generator that yields requests and receives their replies, s
 drive the same code. Every call of a script is idempotent, because a client that lost its connection cannot know whether
 the server executed the call.
 
-A server that is killed may come back without its last writes; ``buffer.memory`` is what is remembered against that.
+A server that is killed may come back without its last writes; ``buffer.journal`` is what is remembered against that.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import socket
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from buffer.codec import MAX_PAYLOAD_BYTES, decode, encode
-from buffer.errors import BufferFull, BufferUnavailable, FormatError, WaitTimeout
-from buffer.keys import Keys, instance_of
+from buffer.errors import BufferError, BufferFull, BufferUnavailable, Forgotten, FormatError, WaitTimeout
+from buffer.journal import Entry, Journal
+from buffer.keys import Keys
 from buffer.lease import Lease
-from buffer.limits import LEAST_WEIGHT, MOST_WEIGHT, Limits
-from buffer.memory import Memory
+from buffer.limits import Limits
+from buffer.payloads import STAGED_SECONDS, Payloads, decode_member, encode_member
 from buffer.protocol import (
     CONTROL_FORMAT,
     Claim,
     Commit,
     Failure,
     GroupInfo,
-    Member,
     Slot,
     State,
     Stats,
@@ -46,56 +43,15 @@ from buffer.protocol import (
     parse_groups,
     parse_slot,
     parse_stats,
-    slices,
     text,
 )
-from buffer.trajectory import NOT_SAMPLED, Trajectory
-
-STAGED_SECONDS: Final = 120
-"""A payload that was sent but never admitted is gone after this long."""
-
-QUARANTINE_SECONDS: Final = 24 * 3600
-"""A payload that could not be decoded is kept this long for inspection."""
-
-FETCH_BYTES = 2 << 20
-"""Payload bytes in one reply: the server spends more on each byte of a larger one, and on a slow link it might not
-arrive within the timeout of a call."""
+from buffer.requests import Run, Send, Steps
+from buffer.trajectory import Trajectory
 
 LONGEST_BLOCK_SECONDS = 1.0
 """A waiter looks for itself this often, since slots expire without waking anybody."""
 
-_GARBAGE_AT_ONCE = 256
-
 logger = logging.getLogger(__name__)
-
-type Command = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a script on the control instance, after some commands in the same pipeline.
-
-    The reply is ``(replies of the commands, reply of the script)``; that of a failed command is its exception.
-    """
-
-    name: str
-    arguments: tuple[str | int | float, ...] = ()
-    first: tuple[Command, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send commands in one pipeline; the reply is the list of their replies, the first failure is raised."""
-
-    commands: tuple[Command, ...]
-    instance: int | None = None
-    """Payload instance; None is the control instance."""
-    may_fail: bool = False
-    """Failures are returned rather than raised."""
-
-
-type Steps[T] = Generator[Run | Send, Any, T]
-"""An operation under way: yields requests, receives replies or the errors of the buffer, returns a T."""
 
 
 class Operations:
@@ -111,16 +67,16 @@ class Operations:
             block_seconds: longest wait inside Redis.
         """
         self._keys, self._where = keys, where
-        self._instances = payload_instances
+        self._payloads = Payloads(keys, payload_instances)
         self._block_seconds = block_seconds
-        self._memory = Memory()
+        self._journal = Journal()
         self._unanswered: list[str] = []  # groups whose reservation may have been admitted although no reply came
 
     # -- everyone --
 
     def open(self, limits: Limits) -> Steps[None]:
         """Create the control state, or take it up, and put ``limits`` into force."""
-        yield from self._run("open", CONTROL_FORMAT, self._instances, *limits.fields())
+        yield from self._run("open", CONTROL_FORMAT, self._payloads.instances, *limits.fields())
 
     def field(self, name: str) -> Steps[int]:
         """Read one number of the control state."""
@@ -147,13 +103,13 @@ class Operations:
         if member is None:
             there = ", ".join(str(member.index) for member in info.members) or "none"
             raise ValueError(f"index is {index}; group {info.group} has the members {there}: choose one of them")
-        [payload] = yield from self._read([self._keys.payload(info.group, member.index, member.nonce)])
+        [payload] = yield from self._payloads.read([self._keys.payload(info.group, member.index, member.nonce)])
         if payload is None:
             raise FormatError(
                 f"the payload of member {member.index} of group {info.group} is gone: the group was leased and "
                 "trained meanwhile, or is lost; peek at another"
             )
-        return _decode_member(payload, info.group, member)
+        return decode_member(payload, info.group, member)
 
     # -- rollout workers --
 
@@ -196,29 +152,26 @@ class Operations:
         staged: list[tuple[str, bytes]] = []
         arguments: list[str | int | float] = []
         for trajectory, weight in zip(trajectories, weights, strict=True):
-            payload, nonce = _checked_payload(trajectory, weight), secrets.token_hex(8)
+            payload, nonce = encode_member(trajectory, weight), secrets.token_hex(8)
             staged.append((self._keys.payload(trajectory.group, int(trajectory.index), nonce), payload))
             arguments += [trajectory.group, int(trajectory.index), nonce, len(payload)]
             arguments += [trajectory.oldest_version, len(trajectory.tokens), float(weight)]
-        # NX: repeated after its reply was lost, it must not put a time to live on what was admitted.
-        sets = tuple(("SET", name, payload, "EX", STAGED_SECONDS, "NX") for name, payload in staged)
         stored: list[Any] = []
-        if self._instances:
-            for instance, positions in self._by_instance([name for name, _ in staged]).items():
-                yield Send(tuple(sets[position] for position in positions), instance)
-            _, reply = yield Run("commit", (self._instances, *arguments))
+        if self._payloads.instances:
+            yield from self._payloads.stage(staged)
+            _, reply = yield Run("commit", (self._payloads.instances, *arguments))
         else:
-            stored, reply = yield Run("commit", (0, *arguments), sets)
+            stored, reply = yield Run("commit", (0, *arguments), self._payloads.set_commands(staged))
         replies = [text(answer).partition(":") for answer in parse(reply, self._keys, self._where)[1]]
         answers = [answer for answer, _, _ in replies]
-        if self._instances:
-            keep = [
-                self._keys.payload(trajectory.group, int(trajectory.index), nonce) if nonce else name
-                for trajectory, (name, _), (answer, _, nonce) in zip(trajectories, staged, replies, strict=True)
-                if nonce or answer == Commit.ACCEPTED
-            ]
-            for instance, positions in self._by_instance(keep).items():
-                yield Send(tuple(("PERSIST", keep[position]) for position in positions), instance)
+        if self._payloads.instances:
+            yield from self._payloads.keep(
+                [
+                    self._keys.payload(trajectory.group, int(trajectory.index), nonce) if nonce else name
+                    for trajectory, (name, _), (answer, _, nonce) in zip(trajectories, staged, replies, strict=True)
+                    if nonce or answer == Commit.ACCEPTED
+                ]
+            )
         for position, answer in enumerate(answers):
             if answer == "index":
                 raise ValueError(
@@ -226,7 +179,14 @@ class Operations:
                     "give each member of a group its own"
                 )
             if answer == "unstaged":
-                raise stored[position] if isinstance(stored[position], Exception) else _evicted()
+                raise (
+                    stored[position]
+                    if isinstance(stored[position], Exception)
+                    else BufferFull(
+                        f"Redis dropped a payload within one call, though it must keep it for {STAGED_SECONDS} s: "
+                        "run it with maxmemory-policy noeviction"
+                    )
+                )
         return [Commit(answer) for answer in answers]
 
     def fail(self, group: str, index: int, failures: int, reason: str) -> Steps[Failure]:
@@ -245,7 +205,11 @@ class Operations:
 
     def reclaim(self) -> Steps[int]:
         """End every open slot."""
-        return (yield from self._repeat("reclaim"))
+        total, answer = 0, "more"
+        while answer == "more":
+            answer, [count] = yield from self._run("reclaim")
+            total += int(count)
+        return total
 
     def drain(self) -> Steps[int]:
         """Empty the buffer of open slots and ready groups."""
@@ -256,14 +220,14 @@ class Operations:
             if not int(count):
                 break
             total += int(count)
-        yield from self._collect_garbage()
+        yield from self._payloads.collect_garbage()
         return total
 
     def delete(self) -> Steps[int]:
         """Delete every key of the run."""
         total = 0
         yield Send((("HGET", self._keys.control, "format"),))  # leads to the node of a cluster that has the run
-        for instance in (None, *range(self._instances)):
+        for instance in (None, *range(self._payloads.instances)):
             cursor = b"0"
             while True:
                 [[cursor, names]] = yield Send(
@@ -280,19 +244,21 @@ class Operations:
 
     def begin_epoch(self) -> Steps[int]:
         """Fence off older learners and redeliver what they held."""
-        nonce = uuid.uuid4().hex
-        _, [epoch, acks] = yield from self._run("begin_epoch", _holder(), nonce, 0)
-        self._memory.begin(int(epoch), nonce, int(acks))
+        call = Entry("begin_epoch", (uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}"), None)
+        _, [number, epoch] = yield from self._run(call.name, 0, 0, "", *call.arguments)
+        call.number = int(number)
+        self._journal.begin(int(epoch), call)
         return int(epoch)
 
     def announce(self, epoch: int, version: int) -> Steps[None]:
         """Say that weights are about to be handed out as ``version``."""
-        yield from self._run("announce", epoch, int(version))
-        self._memory.announced = int(version)
+        number, _ = yield from self._tell("announce", epoch, int(version))
+        self._journal.note(epoch, "announce", (int(version),), number)
 
     def advance(self, epoch: int, version: int) -> Steps[None]:
         """Raise the policy version without a batch."""
-        yield from self._run("advance", epoch, int(version))
+        number, _ = yield from self._tell("advance", epoch, int(version))
+        self._journal.note(epoch, "advance", (int(version),), number)
 
     def lease(self, epoch: int, version: int, timeout: float, shard: int, shards: int) -> Steps[Lease]:
         """Lease a batch and fetch one shard of it."""
@@ -301,16 +267,21 @@ class Operations:
         deadline = time.monotonic() + timeout
         decoded: dict[str, list[Trajectory]] = {}
         while True:
-            claim = yield from self._claim(epoch, version, shards, deadline, timeout)
+            claim = yield from self._claim(epoch, int(version), shard, shards, deadline, timeout)
             own = [group for group in claim.members if claim.shards[group] == shard]
-            bad = yield from self._fetch(
+            bad = yield from self._payloads.fetch(
                 {group: claim.members[group] for group in own if group not in decoded}, decoded
             )
+            for group, outcome in bad.items():
+                kept = []
+                if outcome == "quarantined":
+                    kept = yield from self._payloads.quarantine(group, claim.members[group])
+                with suppress(Forgotten):  # then it is condemned when the lease is known again
+                    yield from self._tell("condemn", epoch, int(version), group, outcome, *kept)
             if bad:
-                for group, outcome in bad.items():
-                    yield from self._condemn(epoch, version, group, claim.members[group], outcome)
                 continue
-            lease = Lease(
+            yield from self._payloads.collect_garbage()
+            return Lease(
                 epoch=epoch,
                 version=version,
                 id=claim.id,
@@ -320,10 +291,6 @@ class Operations:
                 groups=[decoded[group] for group in own],
                 corrections=np.array([claim.corrections[group] for group in own], np.float64),
             )
-            if shard == 0:  # whoever has it acks; the others of a gang do not learn when a lease is over
-                self._memory.hold(lease)
-            yield from self._collect_garbage()
-            return lease
 
     def ack(self, lease: Lease, version: int) -> Steps[None]:
         """Consume a lease and raise the version."""
@@ -332,31 +299,23 @@ class Operations:
                 f"version is {version}, but the lease was trained with {lease.version}: "
                 "pass the version of the weights that were published after the step"
             )
-        ours = self._memory.note_ack(lease, int(version))
-        _, reply = yield Run("ack", (lease.epoch, lease.version, lease.id, int(version)))
-        if ours and text(reply[0]) in ("over", "forgotten"):
-            yield from self._remind(lease.epoch)
-        else:
-            _, [acks] = parse(reply, self._keys, self._where)
-            if not self._memory.confirm(int(acks)):
-                yield from self._remind(lease.epoch)
-        yield from self._collect_garbage()
+        yield from self._let_go("ack", lease, int(version))
+        yield from self._payloads.collect_garbage()
 
     def release(self, lease: Lease) -> Steps[None]:
         """Give a lease back untrained."""
-        self._memory.let_go(lease)
-        yield from self._run("release", lease.epoch, lease.version, lease.id)
+        yield from self._let_go("release", lease)
 
     def checkpointed(self, epoch: int, version: int) -> Steps[None]:
         """Forget what the durable checkpoint of ``version`` has learned from."""
-        yield from self._repeat("checkpointed", epoch, int(version))
-        yield from self._collect_garbage()
+        yield from self._tell("checkpointed", epoch, int(version))
+        yield from self._payloads.collect_garbage()
 
     def rollback(self, epoch: int, version: int) -> Steps[int]:
         """Put back what was trained after the checkpoint of ``version``."""
-        count = yield from self._repeat("rollback", epoch, int(version))
-        self._memory.rollback = int(version)
-        yield from self._collect_garbage()
+        number, count = yield from self._tell("rollback", epoch, int(version))
+        self._journal.note(epoch, "rollback", (int(version),), number)
+        yield from self._payloads.collect_garbage()
         return count
 
     # -- what they are made of --
@@ -364,183 +323,110 @@ class Operations:
     def _run(self, name: str, *arguments: str | int | float) -> Steps[tuple[str, list[Any]]]:
         """Run a script; return its answer and the rest of its reply."""
         _, reply = yield Run(name, arguments)
-        if text(reply[0]) == "forgotten" and arguments[0] == self._memory.epoch:
-            yield from self._remind(self._memory.epoch)
-            _, reply = yield Run(name, arguments)
         return parse(reply, self._keys, self._where)
-
-    def _repeat(self, name: str, *arguments: str | int) -> Steps[int]:
-        """Run a script that works in chunks until it finds nothing more; return how much that was."""
-        total = 0
-        while True:
-            _, [count] = yield from self._run(name, *arguments)
-            if not int(count):
-                return total
-            total += int(count)
 
     def _wait(self, whom: str, seconds: float) -> Send:
         """Block until ``whom`` is woken, for at most ``seconds`` and never for long."""
         return Send((("BLPOP", self._keys.wake(whom), max(0.01, min(seconds, self._block_seconds))),))
 
-    def _claim(self, epoch: int, version: int, shards: int, deadline: float, timeout: float) -> Steps[Claim]:
-        """Wait until the server leases a whole batch, and knows all that it was told."""
-        lease_id = uuid.uuid4().hex
+    def _ask(self, name: str, epoch: int, *arguments: str | int) -> Steps[tuple[str, list[Any]]]:
+        """Run a script of the learner's on a server that knows all that it was told."""
         while True:
-            confirmed = self._memory.confirmed
-            answer, rest = yield from self._run("lease", epoch, int(version), shards, lease_id)
-            if answer == "again":
+            try:
+                answer, rest = yield from self._run(name, epoch, self._journal.known(epoch), "", *arguments)
+            except Forgotten:
+                if not self._journal.keeps(epoch):
+                    raise
+                if self._journal.start_telling():
+                    try:
+                        yield from self._tell_again(epoch)
+                    finally:
+                        self._journal.end_telling()
+                else:
+                    yield self._wait("nobody", 0.05)
                 continue
-            if answer == "ok":
-                claim = parse_claim(rest)
-                if not (
-                    self._memory.knows_more(claim.acks, claim.rollback, confirmed) or self._memory.holds_any(claim)
-                ):
+            if answer in ("ok", "more"):
+                self._journal.hear(epoch, int(rest[0]))
+            return answer, rest
+
+    def _tell(self, name: str, epoch: int, *arguments: str | int) -> Steps[tuple[int, int]]:
+        """Run a script of the learner's to its end; return the number of the entry, and how many it says there were."""
+        total, answer = 0, "more"
+        while answer == "more":
+            answer, [number, *count] = yield from self._ask(name, epoch, *arguments)
+            total += sum(map(int, count))
+        return int(number), total
+
+    def _let_go(self, name: str, lease: Lease, *more: int) -> Steps[None]:
+        """Run a script after which the learner does not hold the lease any more."""
+        arguments: tuple[str | int, ...] = (lease.version, lease.id, *more)
+        entry = self._journal.note(lease.epoch, name, arguments)
+        try:
+            entry.number, _ = yield from self._tell(name, lease.epoch, *arguments)
+        except BufferUnavailable:
+            raise  # it may have been executed
+        except BufferError:
+            self._journal.strike(entry)
+            raise
+
+    def _tell_again(self, epoch: int) -> Steps[None]:
+        """Tell a server that lost its last writes what it does not know any more."""
+        [[told]] = yield Send((("HMGET", self._keys.control, "journal"),))
+        calls = self._journal.forgotten(int(told or 0))
+        if calls is None:
+            raise Forgotten(
+                f"Redis at {self._where} lost more of its last writes than this learner remembers: "
+                "restart the learner, which goes on from its last checkpoint"
+            )
+        logger.warning("Redis at %s lost its last writes; telling it %d calls again", self._where, len(calls) - 1)
+        for entry, before, after in calls:
+            answer = "more"
+            while answer == "more":
+                _, reply = yield Run(entry.name, (epoch, before, after, *entry.arguments))
+                answer = text(reply[0])
+            if answer == "forgotten":
+                return  # and again: whoever asks finds that out
+            if answer != "over":  # of an ack that nobody waits for any more
+                parse(reply, self._keys, self._where)
+
+    def _claim(
+        self, epoch: int, version: int, shard: int, shards: int, deadline: float, timeout: float
+    ) -> Steps[Claim]:
+        """Wait until the server leases a whole batch."""
+        new_id = uuid.uuid4().hex if shard == 0 else ""  # whoever has shard 0 acks, and keeps the journal
+        worker, forgot = b"", None
+        while True:
+            try:
+                answer, rest = yield from self._ask("lease", epoch, version, shards, new_id)
+            except Forgotten as error:
+                answer, forgot = "wait", error  # another process of the gang will tell it
+            else:
+                forgot = None
+                if answer == "ok":
+                    claim = parse_claim(rest)
+                    if shard == 0:
+                        self._journal.note(epoch, "hold", (version, claim.id, shards, *claim.listed()), int(rest[0]))
                     return claim
-                yield from self._run("release", epoch, int(version), claim.id)
-                yield from self._remind(epoch)
-                continue
-            acks, rollback, worker = rest
-            if self._memory.knows_more(int(acks), text(rollback), confirmed):
-                yield from self._remind(epoch)
-                continue
+                if answer == "again":
+                    continue
+                [worker] = rest
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                stats = yield from self.stats()
-                behind = f", the oldest running group is that of worker {text(worker)}" if worker else ""
-                raise WaitTimeout(
-                    f"no batch of {stats.limits.groups_per_batch} complete groups for version {version} after "
-                    f"{timeout:g} s; the learner waits for the rollout workers{behind}: {stats}"
-                )
-            yield self._wait("ready", remaining)
+            if remaining > 0:
+                yield self._wait("ready" if shard == 0 else "lease", remaining)
+                continue
+            if forgot:
+                raise forgot
+            raise (yield from self._no_batch(version, shard, timeout, text(worker)))
 
-    def _fetch(
-        self, members: dict[str, tuple[Member, ...]], decoded: dict[str, list[Trajectory]]
-    ) -> Steps[dict[str, str]]:
-        """Fetch and decode groups into ``decoded``; return what is wrong with those that could not be."""
-        flat = [(group, member) for group, of_group in members.items() for member in of_group]
-        names = [self._keys.payload(group, member.index, member.nonce) for group, member in flat]
-        bad: dict[str, str] = {}
-        for part in slices([member.bytes for _, member in flat], FETCH_BYTES):
-            payloads = yield from self._read(names[part.start : part.stop])
-            for position, payload in zip(part, payloads, strict=True):
-                group, member = flat[position]
-                try:
-                    if payload is None:
-                        bad.setdefault(group, "lost")
-                        logger.warning("group %s: the payload of member %d is gone; it is lost", group, member.index)
-                    else:
-                        decoded.setdefault(group, []).append(_decode_member(payload, group, member))
-                except FormatError as error:
-                    bad[group] = "quarantined"
-                    logger.warning("group %s is quarantined: %s", group, error)
-        for group in bad:
-            decoded.pop(group, None)
-        return bad
-
-    def _read(self, names: list[str]) -> Steps[list[bytes | None]]:
-        if not self._instances:
-            [payloads] = yield Send((("MGET", *names),))
-            return payloads
-        read: list[bytes | None] = [None] * len(names)
-        for instance, positions in self._by_instance(names).items():
-            [payloads] = yield Send((("MGET", *(names[position] for position in positions)),), instance)
-            for position, payload in zip(positions, payloads, strict=True):
-                read[position] = payload
-        return read
-
-    def _condemn(self, epoch: int, version: int, group: str, members: tuple[Member, ...], outcome: str) -> Steps[None]:
-        """Take a bad group out of its lease; keep damaged payloads where people can look at them."""
-        kept = []
-        if outcome == "quarantined":
-            for member in members:
-                name = self._keys.payload(group, member.index, member.nonce)
-                kept.append(self._keys.quarantined(group, member.index, member.nonce))
-                keep = (("RENAME", name, kept[-1]), ("EXPIRE", kept[-1], QUARANTINE_SECONDS))
-                instance = instance_of(name, self._instances) if self._instances else None
-                yield Send(keep, instance, may_fail=True)  # it may be missing, or renamed by a call before this one
-        yield from self._run("condemn", epoch, int(version), group, outcome, *kept)
-
-    def _remind(self, epoch: int) -> Steps[None]:
-        """Tell a server that lost its last writes what it does not know any more: all of it, in the old order."""
-        memory = self._memory
-        acks, held = memory.acks(), memory.held()
-        logger.warning(
-            "Redis at %s lost its last writes; telling it again %d acks and %d leases",
-            self._where,
-            len(acks),
-            len(held),
+    def _no_batch(self, version: int, shard: int, timeout: float, worker: str) -> Steps[WaitTimeout]:
+        """Make the error of a lease that did not come in time."""
+        stats = yield from self.stats()
+        if shard > 0 and stats.ready >= stats.limits.groups_per_batch:
+            waits = "this process of the gang waits for that with shard 0, which makes the lease"
+        else:
+            behind = f", the oldest running group is that of worker {worker}" if worker else ""
+            waits = f"the learner waits for the rollout workers{behind}"
+        return WaitTimeout(
+            f"no batch of {stats.limits.groups_per_batch} complete groups for version {version} after "
+            f"{timeout:g} s; {waits}: {stats}"
         )
-        if memory.epoch == epoch:  # else another process of the gang began it, and tells
-            yield from self._run("begin_epoch", _holder(), memory.nonce, epoch)
-        [[known, marker]] = yield Send((("HMGET", self._keys.control, "acks", "rollback"),))
-        if memory.rollback is not None and (marker is None or text(marker) != f"{epoch}:{memory.rollback}"):
-            yield from self._repeat("rollback", epoch, memory.rollback)
-        if memory.announced is not None:
-            yield from self._run("announce", epoch, memory.announced)
-        for lease, version in acks:
-            _, [known] = yield from self._run("ack", epoch, lease.version, lease.id, version, *lease.batch)
-        memory.settle(int(known))
-        for lease in held:
-            groups = [part for pair in lease.batch.items() for part in pair]
-            yield from self._run("hold", epoch, lease.version, lease.id, lease.shards, *groups)
-
-    def _collect_garbage(self) -> Steps[None]:
-        """Delete payloads on payload instances that the scripts have let go of; what fails is left to the next time."""
-        with suppress(BufferUnavailable):
-            yield from self._delete_garbage()
-
-    def _delete_garbage(self) -> Steps[None]:
-        while self._instances:
-            [names] = yield Send((("LRANGE", self._keys.garbage, 0, _GARBAGE_AT_ONCE - 1),))
-            found = [text(name) for name in names]
-            for instance, positions in self._by_instance(found).items():
-                yield Send((("UNLINK", *(found[position] for position in positions)),), instance)
-            if found:
-                yield Send(tuple(("LREM", self._keys.garbage, 1, name) for name in found))
-            if len(found) < _GARBAGE_AT_ONCE:
-                return
-
-    def _by_instance(self, names: Sequence[str]) -> dict[int, list[int]]:
-        """Positions of ``names`` by the payload instance that holds them."""
-        positions: dict[int, list[int]] = {}
-        for position, name in enumerate(names):
-            positions.setdefault(instance_of(name, self._instances), []).append(position)
-        return positions
-
-
-def _checked_payload(trajectory: Trajectory, weight: float) -> bytes:
-    if trajectory.oldest_version == NOT_SAMPLED or trajectory.index < 0:
-        raise ValueError(
-            f"trajectory {trajectory.index} of group {trajectory.group} has {int(trajectory.loss_mask.sum())} "
-            "sampled tokens; expected an index from 0 and at least one sampled token: abandon the group instead"
-        )
-    if not (math.isfinite(weight) and LEAST_WEIGHT <= weight <= MOST_WEIGHT):
-        raise ValueError(f"weight is {weight}; expected a number from {LEAST_WEIGHT} to {MOST_WEIGHT}: scale it")
-    payload = encode(trajectory)
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ValueError(
-            f"trajectory {trajectory.index} of group {trajectory.group} has {len(payload)} bytes; expected at most "
-            f"{MAX_PAYLOAD_BYTES}: make episodes or metadata shorter"
-        )
-    return payload
-
-
-def _holder() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _evicted() -> BufferFull:
-    return BufferFull(
-        f"Redis dropped a payload within one call, though it must keep it for {STAGED_SECONDS} s: "
-        "run it with maxmemory-policy noeviction"
-    )
-
-
-def _decode_member(payload: bytes, group: str, member: Member) -> Trajectory:
-    trajectory = decode(payload)
-    if (trajectory.group, trajectory.index) != (group, member.index):
-        raise FormatError(
-            f"a payload says member {trajectory.index} of group {trajectory.group}, expected member {member.index} of "
-            f"group {group}: something else wrote it; discard it"
-        )
-    return trajectory

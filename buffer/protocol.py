@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from buffer.errors import BufferError, Fenced, FormatError, NotOpen
+from buffer.errors import BufferError, Fenced, Forgotten, FormatError, NotOpen
 from buffer.keys import Keys
 from buffer.limits import Limits
 
-CONTROL_FORMAT: Final = 3
+CONTROL_FORMAT: Final = 4
 """Number of the layout of the control state in Redis."""
 
 OUTCOMES: Final = ("acked", "stale", "expired", "abandoned", "quarantined", "lost")
@@ -194,19 +194,24 @@ class Claim:
 
     Attributes:
         id: of the lease.
-        acks: how many leases were acked, as far as the server knows.
-        rollback: epoch and version of the last rollback, as far as the server knows.
         members: of each group, in the order of the batch.
         shards: of each group.
         corrections: of each group.
     """
 
     id: str
-    acks: int
-    rollback: str
     members: dict[str, tuple[Member, ...]]
     shards: dict[str, int]
     corrections: dict[str, float]
+
+    def listed(self) -> list[str | int]:
+        """Its groups, as the script ``hold`` wants them."""
+        listed: list[str | int] = []
+        for group, members in self.members.items():
+            listed += [group, self.shards[group], len(members)]
+            for member in members:
+                listed += [member.index, f"{member.bytes}:{member.nonce}"]
+        return listed
 
 
 def check_reason(reason: str) -> str:
@@ -233,9 +238,9 @@ def parse(reply: list[Any], keys: Keys, where: str) -> tuple[str, list[Any]]:
         case "not_open":
             raise not_open(keys, where)
         case "forgotten":
-            raise Fenced(
-                f"Redis at {where} lost its last writes, with the epoch of this learner (it is at epoch {reply[1]}): "
-                "call begin_epoch()"
+            raise Forgotten(
+                f"Redis at {where} lost its last writes, some of this learner's (it is at epoch {reply[1]}), and the "
+                "process that began the epoch has not told it again: restart the learner"
             )
         case "fenced":
             raise Fenced(
@@ -283,9 +288,9 @@ def parse_slot(group: str, rest: Sequence[Any]) -> Slot:
 
 
 def parse_claim(rest: Sequence[Any]) -> Claim:
-    """Read the reply of ``lease``."""
-    claim = Claim(id=text(rest[0]), acks=int(rest[1]), rollback=text(rest[2]), members={}, shards={}, corrections={})
-    for name, shard, correction, *members in rest[3:]:
+    """Read the reply of ``lease``, the number of its entry first."""
+    claim = Claim(id=text(rest[1]), members={}, shards={}, corrections={})
+    for name, shard, correction, *members in rest[2:]:
         group = text(name)
         claim.members[group] = _parse_members(members)
         claim.shards[group] = int(shard)

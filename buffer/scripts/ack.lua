@@ -2,41 +2,29 @@
 -- Invariant: consuming the groups, freeing their slots and raising the version are one step, so a slot admitted
 -- after it is sampled with the new weights. Exactly once: all groups of the lease or none; a repeated ack changes
 -- nothing. Only the current epoch may ack.
--- A server that was killed may have forgotten the lease. Then the caller, who holds it, names its groups, and they are
--- consumed wherever they are now.
--- ARGV: epoch, version of the lease, its id, new version, groups of a forgotten lease...
-local refused = refuse(ARGV[1])
+-- ARGV: epoch, known, entry; version of the lease, its id, new version
+local refused = refuse()
 if refused then
   return refused
 end
-local id, version = ARGV[3], tonumber(ARGV[4])
+local id, version = ARGV[5], tonumber(ARGV[6])
 local closed = prefix .. 'closed'
 if redis.call('LPOS', closed, id) then
-  return {'ok', number('acks')}
+  return {'ok', entry()}
 end
-local stored = redis.call('HGET', leases, ARGV[2])
+local stored = redis.call('HGET', leases, ARGV[4])
 local record = stored and cjson.decode(stored) or {}
-local groups = {}
-if record.id == id then
-  groups = redis.call('ZRANGEBYSCORE', leased, ARGV[2], ARGV[2])
-  local size = 0
-  for _, of_shard in ipairs(record.counts) do
-    size = size + of_shard
-  end
-  if #groups < size then
-    return {'incomplete', size - #groups}
-  end
-  redis.call('HDEL', leases, ARGV[2])
-elseif #ARGV == 4 then
+if record.id ~= id then
   return {'over'}
 end
-for position = 5, #ARGV do
-  local key = group_key(ARGV[position])
-  if record.id ~= id and redis.call('EXISTS', key) == 1 and redis.call('HEXISTS', key, 'settled') == 0 then
-    redis.call('HSETNX', key, 'oldest', version) -- its members may be forgotten, too
-    groups[#groups + 1] = ARGV[position]
-  end
+local groups, size = redis.call('ZRANGEBYSCORE', leased, ARGV[4], ARGV[4]), 0
+for _, of_shard in ipairs(record.counts) do
+  size = size + of_shard
 end
+if #groups < size then
+  return {'incomplete', size - #groups}
+end
+redis.call('HDEL', leases, ARGV[4])
 
 if limits.max_uses > 1 then -- what is used again stays in order
   local places = {}
@@ -61,13 +49,11 @@ for _, group in ipairs(groups) do
   end
 end
 count('uses', #groups)
-if version > number('version') then
-  redis.call('HSET', control, 'version', version)
-end
+raise_version(version, true)
 -- What no lease could take any more is of no use to a rollback either.
 for _, group in ipairs(redis.call('ZRANGEBYSCORE', kept, '-inf', '(' .. oldest_fresh, 'LIMIT', 0, SWEEP + #groups)) do
   drop_payloads(group)
 end
 redis.call('LPUSH', closed, id)
 redis.call('LTRIM', closed, 0, 255)
-return {'ok', redis.call('HINCRBY', control, 'acks', 1)}
+return {'ok', entry()}

@@ -2,19 +2,19 @@
 -- Invariant: at most one epoch is current. Whatever an older one still held is redelivered, and whatever it
 -- still calls is refused, so no group is trained by two gangs. A step is never redelivered by a clock.
 -- Idempotent: a call that is repeated, or arrives late, does not fence off the epoch that it began.
--- ARGV: who it is, for people; a name of this call; number that the epoch had on a server that forgot it (0: none)
+-- ARGV: number that the epoch has and the server may have forgotten (0: a new one), 0, entry; a name of this call, who it
+-- is, for people
 if not is_open() then
   return {'not_open'}
 end
-if redis.call('HGET', control, 'begun') == ARGV[2] then
-  return {'ok', number('epoch'), number('acks')}
+local forgotten, current = tonumber(ARGV[1]), number('epoch')
+if redis.call('HGET', control, 'begun') == ARGV[4] then
+  return {'ok', entry(), current}
+elseif forgotten > 0 and current >= forgotten then
+  return {'fenced', current}
 end
-local forgotten = tonumber(ARGV[3])
-if forgotten > 0 and number('epoch') >= forgotten then
-  return {'fenced', number('epoch')}
-end
-local epoch = math.max(number('epoch') + 1, forgotten)
+local epoch = math.max(current + 1, forgotten)
 redeliver(redis.call('ZRANGE', leased, 0, -1))
 redis.call('DEL', leases)
-redis.call('HSET', control, 'holder', ARGV[1], 'begun', ARGV[2], 'epoch', epoch)
-return {'ok', epoch, number('acks')}
+redis.call('HSET', control, 'epoch', epoch, 'begun', ARGV[4], 'holder', ARGV[5])
+return {'ok', entry(), epoch}

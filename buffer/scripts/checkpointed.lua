@@ -1,12 +1,12 @@
 -- checkpointed: a checkpoint is durable that holds the weights of this version.
 -- Invariant: a group is forgotten only when every use of it is in a durable checkpoint. Idempotent and fenced; one
--- chunk per call, the answer is how many uses it had.
--- ARGV: epoch, version
-local refused = refuse(ARGV[1])
+-- chunk per call, the answer is how many uses it had. It is no entry of the journal: the next one says it all again.
+-- ARGV: epoch, known, ''; version
+local refused = refuse()
 if refused then
   return refused
 end
-local saved = redis.call('ZRANGEBYSCORE', trained, '-inf', ARGV[2], 'LIMIT', 0, SWEEP)
+local saved = redis.call('ZRANGEBYSCORE', trained, '-inf', ARGV[4], 'LIMIT', 0, SWEEP)
 for _, use in ipairs(saved) do
   local group = string.match(use, '^(.*):%d+$')
   redis.call('ZREM', trained, use)
@@ -15,4 +15,4 @@ for _, use in ipairs(saved) do
     forget(group, 'acked')
   end
 end
-return {'ok', #saved}
+return {#saved == SWEEP and 'more' or 'ok', number('journal'), #saved}

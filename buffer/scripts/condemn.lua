@@ -1,15 +1,15 @@
 -- condemn: take a group out of a lease because its payload is damaged (quarantined) or missing (lost).
 -- Invariant: a bad payload costs one group and one attempt of its task, never the batch. Damaged payloads, which the
 -- caller has renamed, are kept for inspection, a bounded number of them. Idempotent: a group not in the lease is left
--- alone.
--- ARGV: epoch, version of the lease, group, outcome, names of damaged payloads...
-local refused = refuse(ARGV[1])
+-- alone. It is no entry of the journal: whoever comes upon the payload again condemns it again.
+-- ARGV: epoch, known, ''; version of the lease, group, outcome, names of damaged payloads...
+local refused = refuse()
 if refused then
   return refused
 end
-local version, group, outcome = tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local version, group, outcome = tonumber(ARGV[4]), ARGV[5], ARGV[6]
 if tonumber(redis.call('ZSCORE', leased, group)) ~= version then
-  return {'gone'}
+  return {'gone', number('journal')}
 end
 if limits.tokens_per_batch then
   local record = cjson.decode(redis.call('HGET', leases, version))
@@ -18,14 +18,11 @@ if limits.tokens_per_batch then
   redis.call('HSET', leases, version, cjson.encode(record))
 end
 discard(group, outcome)
-if redis.call('ZCOUNT', leased, version, version) == 0 then
-  redis.call('HDEL', leases, version)
-end
 local quarantine = prefix .. 'quarantine'
-for position = 5, #ARGV do
+for position = 7, #ARGV do
   redis.call('LPUSH', quarantine, ARGV[position])
 end
 while redis.call('LLEN', quarantine) > 64 do
   delete_payloads({redis.call('RPOP', quarantine)})
 end
-return {'ok'}
+return {'ok', number('journal')}

@@ -3,13 +3,14 @@
 -- the lease are this one script, and it judges by the version that the batch is going to be trained with, which the
 -- learner passes. A lease has exactly groups_per_batch groups, or as many as tokens_per_batch allows, or does not
 -- happen; the same (epoch, version) is the same batch, and not judged again. A group that was condemned since is made up
--- for in the shard that it was in; under tokens_per_batch the batch is smaller by it.
--- ARGV: epoch, version, number of shards, id for a new lease
-local refused = refuse(ARGV[1])
+-- for in the shard that it was in; under tokens_per_batch the batch is smaller by it. Only the process of a gang that
+-- will ack it makes a lease; the others wait for it.
+-- ARGV: epoch, known, ''; version, number of shards, id for a new lease ('' = only one that is there)
+local refused = refuse()
 if refused then
   return refused
 end
-local version, shards = tonumber(ARGV[2]), tonumber(ARGV[3])
+local version, shards, new_id = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 if version < number('version') then
   return {'old', number('version')}
 end
@@ -98,17 +99,28 @@ local function shard(groups, held, record)
   end
 end
 
+local function wait()
+  local first = redis.call('ZRANGE', running, 0, 0)
+  return {'wait', first[1] and redis.call('HGET', group_key(first[1]), 'worker') or ''}
+end
+
 local stored = redis.call('HGET', leases, version)
-local record = stored and cjson.decode(stored) or {counts = {}}
+local record, size = stored and cjson.decode(stored) or {counts = {}}, 0
 if record.id and #record.counts ~= shards then
   return {'shards', #record.counts}
 end
-local held, need = redis.call('ZRANGEBYSCORE', leased, version, version), limits.groups_per_batch
+for _, groups in ipairs(record.counts) do
+  size = size + groups
+end
+if size == 0 and new_id ~= '' then
+  record = {counts = {}} -- of a batch that was cut by tokens, every group was condemned
+end
+if not record.id and new_id == '' then
+  return wait()
+end
+local held, need, last = redis.call('ZRANGEBYSCORE', leased, version, version), limits.groups_per_batch, number('journal')
 if record.id then
-  need = 0 - #held
-  for _, groups in ipairs(record.counts) do
-    need = need + groups
-  end
+  need = size - #held
 end
 if need > 0 then
   if evict() then
@@ -116,9 +128,7 @@ if need > 0 then
   end
   local picked = pick(need)
   if not picked then
-    local first = redis.call('ZRANGE', running, 0, 0)
-    local worker = first[1] and redis.call('HGET', group_key(first[1]), 'worker') or ''
-    return {'wait', number('acks'), redis.call('HGET', control, 'rollback') or '', worker}
+    return wait()
   end
   for k = 1, record.id and 0 or shards do
     record.counts[k] = 0
@@ -128,12 +138,13 @@ if need > 0 then
     held[#held + 1] = group
   end
   if not record.id then
-    record.id = ARGV[4]
+    record.id = new_id
     redis.call('HSET', leases, version, cjson.encode(record))
     for _ = 2, shards do
-      wake('ready', shards) -- the other processes of the gang wait, too
+      wake('lease', shards) -- the other processes of the gang wait for it
     end
   end
+  last = entry()
 end
 
 local places = {}
@@ -141,9 +152,9 @@ for _, group in ipairs(held) do
   places[group] = tonumber(redis.call('HGET', group_key(group), 'place'))
 end
 table.sort(held, function(a, b) return places[a] < places[b] end)
-local batch = {'ok', record.id, number('acks'), redis.call('HGET', control, 'rollback') or ''}
+local batch = {'ok', last, record.id}
 for position, group in ipairs(held) do
   local about = redis.call('HMGET', group_key(group), 'shard', 'correction')
-  batch[position + 4] = {group, about[1], about[2] or '1', unpack(members_of(group))}
+  batch[position + 3] = {group, about[1], about[2] or '1', unpack(members_of(group))}
 end
 return batch

@@ -4,7 +4,7 @@
 --   counter reserved = acked + stale + expired + abandoned + quarantined + lost + groups outstanding.
 --
 -- KEYS[1] is the run's control hash; all other keys share its hash tag and so its cluster slot:
---   control      hash   format, version, announced, epoch, holder, begun, rollback, acks, tickets, cursor, bytes, group_bytes, horizon,
+--   control      hash   format, version, announced, epoch, holder, begun, journal, tickets, cursor, bytes, group_bytes, horizon,
 --                       payload_instances, clock, set_back and the limits
 --   counters     hash   what became of groups
 --   reserved     zset   group -> deadline in milliseconds of the run's clock, see now()
@@ -24,7 +24,8 @@
 --   past:<g>     string what became of a group, for a while, so that a late retry gets the right answer
 --   quarantine   list   names of the damaged payloads that are kept: quarantine:<g>:<i>:<nonce>
 --   retry        list   tasks to issue again before new ones;  attempts  hash  task -> slots it failed in
---   wake:ready, wake:slots   lists of at most a few tokens, on which the learner and the workers block
+--   wake:ready, wake:lease, wake:slots   lists of at most a few tokens, on which the learner that leads a gang, the others
+--                       of it, and the workers block
 
 local control = KEYS[1]
 local prefix = string.sub(control, 1, -8)
@@ -54,14 +55,40 @@ local function is_open()
   return limits.format ~= nil
 end
 
--- What a learner of the given epoch is told instead of an answer: the run is not open, or another learner has taken over.
-local function refuse(epoch)
+-- The calls of a learner are numbered: what it does is an entry of a journal that it keeps, see buffer/journal.py. So a
+-- server that was killed, and forgot entries that were answered, finds that out before it does anything else. Such a call
+-- begins with three arguments: the epoch; the last entry that the caller knows of; the entry that the server is at after
+-- the call ('' = it is a new one). Only entries that are told again say that.
+
+-- What a learner is told instead of an answer: the run is not open, another learner has taken over, or the server forgot.
+local function refuse()
   if not is_open() then
     return {'not_open'}
   end
-  local current = number('epoch')
-  if tonumber(epoch) ~= current then
-    return {tonumber(epoch) > current and 'forgotten' or 'fenced', current}
+  local epoch, current, known = tonumber(ARGV[1]), number('epoch'), tonumber(ARGV[2])
+  if epoch > current or (epoch == current and known > number('journal')) then
+    return {'forgotten', current}
+  elseif epoch < current then
+    return {'fenced', current}
+  end
+end
+
+-- Number of the entry that this call is.
+local function entry()
+  if ARGV[3] == '' then
+    return redis.call('HINCRBY', control, 'journal', 1)
+  end
+  local last = math.max(number('journal'), tonumber(ARGV[3]))
+  redis.call('HSET', control, 'journal', last)
+  return last
+end
+
+-- The newest version that was announced, and, if samplers hold it, the policy version. Neither goes back.
+local function raise_version(version, is_published)
+  for _, field in ipairs(is_published and {'announced', 'version'} or {'announced'}) do
+    if version > number(field) then
+      redis.call('HSET', control, field, version)
+    end
   end
 end
 

@@ -7,4 +7,4 @@ local open = redis.call('ZRANGE', reserved, 0, SWEEP - 1)
 for _, group in ipairs(open) do
   close_slot(group, 'expired')
 end
-return {'ok', #open}
+return {#open == SWEEP and 'more' or 'ok', #open}

@@ -3,15 +3,15 @@
 -- ready again in its old place (see put_back); if its payloads are gone, because no lease could take them any more, its task is issued
 -- again. The policy version does not go back. Idempotent and fenced; one chunk per call, the answer is how many uses it
 -- had. Nothing may be leased.
--- ARGV: epoch, version
-local refused = refuse(ARGV[1])
+-- ARGV: epoch, known, entry; version
+local refused = refuse()
 if refused then
   return refused
 end
 if redis.call('ZCARD', leased) > 0 then
   return {'leased', redis.call('ZCARD', leased)}
 end
-local later = redis.call('ZRANGEBYSCORE', trained, '(' .. ARGV[2], '+inf', 'LIMIT', 0, SWEEP)
+local later = redis.call('ZRANGEBYSCORE', trained, '(' .. ARGV[4], '+inf', 'LIMIT', 0, SWEEP)
 for _, use in ipairs(later) do
   local group = string.match(use, '^(.*):%d+$')
   local key = group_key(group)
@@ -30,7 +30,7 @@ for _, use in ipairs(later) do
     end
   end
 end
-if #later == 0 then
-  redis.call('HSET', control, 'rollback', ARGV[1] .. ':' .. ARGV[2])
+if #later == SWEEP then
+  return {'more', number('journal'), #later}
 end
-return {'ok', #later}
+return {'ok', entry(), #later}

@@ -95,7 +95,6 @@ class Model:
         self.groups: dict[str, Group] = {}  # all that were ever reserved, in that order
         self.leases: dict[int, Record] = {}
         self.acked: set[str] = set()
-        self.dissolved: set[str] = set()  # leases of which every group was condemned
         self.retry: list[int] = []
         self.attempts: Counter[int] = Counter()
         self.cursor = self.tickets = self.version = self.epoch = 0
@@ -133,6 +132,9 @@ class Model:
     def frontier(self) -> set[int]:
         """Tasks that were learned from."""
         return {group.task for group in self.groups.values() if group.state in (SETTLED, "acked")}
+
+    def raise_version(self, version: int) -> None:
+        self.version, self.announced = max(self.version, version), max(self.announced, version)
 
     # -- how a group ends --
 
@@ -319,10 +321,14 @@ class Model:
         self._redeliver(self.names(LEASED))
         self.leases.clear()
 
-    def _missing(self, version: int) -> int:
+    def is_new(self, version: int, *, leads: bool) -> bool:
+        """Whether a lease for ``version`` may be made, by the process of a gang that leads it."""
+        return leads and (version not in self.leases or not any(self.leases[version].counts))
+
+    def _missing(self, version: int, *, leads: bool) -> int:
         """Groups that a lease for ``version`` lacks, having evicted what is too stale for it if it lacks any."""
         self.sweep()
-        record = self.leases.get(version)
+        record = None if self.is_new(version, leads=leads) else self.leases[version]
         whole = sum(record.counts) if record else self.limits.groups_per_batch
         missing = whole - len(self.held(version))
         if missing:
@@ -361,16 +367,16 @@ class Model:
         is_full = len(names) == missing or any(total + self.groups[name].tokens > budget for name in others)
         return 0 < len(names) <= missing and (total <= budget or len(names) == 1) and is_full
 
-    def wait(self, version: int) -> None:
+    def wait(self, version: int, *, leads: bool) -> None:
         """The server says that there is no whole batch for ``version``."""
-        missing = self._missing(version)
+        missing = self._missing(version, leads=leads)
         assert missing > 0, "a whole lease was not given again"
         assert self._next(missing) is None, "a whole batch was not leased"
 
-    def claim(self, version: int, lease: str, shards: int, batch: dict[str, int]) -> list[str]:
+    def claim(self, version: int, lease: str, shards: int, batch: dict[str, int], *, leads: bool) -> list[str]:
         """The server leases ``batch``, the shard of each group; return the groups that are new in it."""
-        missing = self._missing(version)
-        held, record = self.held(version), self.leases.get(version)
+        missing = self._missing(version, leads=leads)
+        held, record = self.held(version), None if self.is_new(version, leads=leads) else self.leases[version]
         new = [name for name in batch if name not in held]
         assert set(held) <= batch.keys(), "a lease lost a group"
         assert all(self.groups[name].shard == batch[name] for name in held), "a group changed its shard"
@@ -406,8 +412,6 @@ class Model:
             for member in group.members.values():
                 member.damage = "lost"
         self._discard(name, outcome)
-        if not self.held(version):
-            self.dissolved.add(self.leases.pop(version).id)
 
     def ack(self, lease: str, epoch: int, trained: int, version: int) -> tuple[str, list[str]]:
         """What becomes of an ack, and the groups that are to be used again: the caller says in which places."""
@@ -422,7 +426,7 @@ class Model:
             return "incomplete", []
         del self.leases[trained]
         self.acked.add(lease)
-        self.version = max(self.version, version)
+        self.raise_version(version)
         again = []
         for name in names:
             group = self.groups[name]

@@ -57,7 +57,7 @@ class Follower:
             order = json.loads(line)
             try:
                 lease = patiently(self._buffer.lease, order["epoch"], order["version"], 1, shard=1, shards=SHARDS)
-            except WaitTimeout:  # Redis was killed since the leader got its shard, and forgot the lease
+            except (WaitTimeout, Fenced):  # Redis was killed since the leader got its shard, and forgot the lease
                 answer = {"id": None}
             else:
                 check(lease, self._rules, order["asked"])
@@ -135,9 +135,10 @@ class Leader:
             return
         other = self._ask_follower(version, asked)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while other["id"] != lease.id:  # Redis was killed between the two, and forgot what not all of them have got
+        while (
+            other["id"] != lease.id
+        ):  # Redis was killed between the two, and forgot the lease: asking again, it is told
             assert time.monotonic() < deadline, f"the gang's processes do not get the same lease of version {version}"
-            patiently(self._buffer.release, lease)
             lease = patiently(self._own_shard, version, PATIENCE_SECONDS)
             other = self._ask_follower(version, asked)
         check(lease, self._rules, asked)

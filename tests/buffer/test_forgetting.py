@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from test_model import idle, walk
 
-from buffer import Buffer, BufferUnavailable, Commit, WaitTimeout
+from buffer import Buffer, BufferUnavailable, Commit, Fenced, WaitTimeout
 
 _runs = itertools.count()
 picks = st.integers(0, 7)
 
-_EVERYTHING = ("forget", "wait", "lease", "ack", "ack after all", "all gone")
+_CALLS = ("produce", "lease", "lease", "ack", "release", "jump")
+
+_EVERYTHING = ("forget", "wait", "lease", "lease in turns", "ack", "ack after all", "jump", "all gone")
 """What must happen in a run of the test, or it shows less than it seems to."""
 
 
 class Forgetting(RuleBasedStateMachine):
-    """A learner, workers, and a server that forgets."""
+    """A learner, perhaps a gang of two processes, workers, and a server that forgets."""
 
     server = None
     seen: Counter
@@ -36,7 +38,7 @@ class Forgetting(RuleBasedStateMachine):
         self.prefix = f"{{headrace:{self.run}}}:"
         self.raw = redis.Redis.from_url(self.server.admin_url)
         self.workers = Buffer(self.server.url, self.run, timeout_seconds=5)
-        self.learner = None
+        self.learner = self.follower = None
         self.open_slots = []
 
     @initialize(
@@ -44,10 +46,11 @@ class Forgetting(RuleBasedStateMachine):
         groups=st.integers(1, 2),
         size=st.integers(1, 2),
         max_uses=st.integers(1, 2),
+        shards=st.integers(1, 2),
         idle=idle,
     )
-    def begin(self, max_staleness, groups, size, max_uses, idle):
-        self.idle = idle
+    def begin(self, max_staleness, groups, size, max_uses, shards, idle):
+        self.idle, self.shards = idle, shards
         self.limits = limits(
             max_staleness=max_staleness, groups_per_batch=groups, group_size=size, max_uses=max_uses, max_attempts=9
         )
@@ -55,9 +58,10 @@ class Forgetting(RuleBasedStateMachine):
         self._new_learner()
 
     def _new_learner(self):
-        if self.learner is not None:
-            self.learner.close()
+        for client in filter(None, (self.learner, self.follower)):
+            client.close()
         self.learner = Buffer(self.server.url, self.run, timeout_seconds=5)
+        self.follower = Buffer(self.server.url, self.run, timeout_seconds=5) if self.shards == 2 else None
         self.epoch = self.learner.begin_epoch()
         self.learner.rollback(self.epoch, -1)
         self.version = self.learner.version()
@@ -68,7 +72,7 @@ class Forgetting(RuleBasedStateMachine):
         self.snapshots = []
 
     def teardown(self):
-        for client in filter(None, (self.learner, self.workers)):
+        for client in filter(None, (self.learner, self.follower, self.workers)):
             client.close()
         if keys := self.raw.keys(f"{self.prefix}*"):
             self.raw.unlink(*keys)
@@ -100,7 +104,9 @@ class Forgetting(RuleBasedStateMachine):
     def forget(self, pick):
         self._forget(pick % len(self.snapshots))
 
-    @rule(calls=st.lists(st.sampled_from(["produce", "lease", "lease", "ack", "release"]), min_size=1, max_size=5))
+    @rule(
+        calls=st.lists(st.sampled_from(["produce", "lease", "lease", "ack", "release", "jump"]), min_size=1, max_size=5)
+    )
     def lapse(self, calls):
         """Forget the last few calls."""
         self._note_down()
@@ -114,6 +120,8 @@ class Forgetting(RuleBasedStateMachine):
                     self._ack_next(True)
                 case "release" if self.held and not self.unanswered:
                     self.learner.release(self.held.pop())
+                case "jump":
+                    self._jump(1)
         self._forget(-1)
 
     # -- workers --
@@ -149,12 +157,32 @@ class Forgetting(RuleBasedStateMachine):
         stats = self.workers.stats()
         assert stats.unaccounted == 0
         assert stats.version == self.version
-        assert self.learner.announced() >= self.announced
+        assert self.learner.announced() >= max(self.announced, self.version or -1)
+        ours = [group for lease in self.held for group in lease.batch]
+        assert self._outcomes(ours) <= {None}, "what the learner holds was given up"
+        trained = [group for lease, _ in self.acked for group in lease.batch]
+        assert self._outcomes(trained) <= {None, b"acked"}, "what the learner has trained counts as something else"
 
-    @rule(groups=st.integers(0, 2), ahead=st.sampled_from([0, 0, 0, 1]))
-    def lease(self, groups, ahead):
+    def _outcomes(self, groups):
+        return set(self.raw.mget(f"{self.prefix}past:{group}" for group in groups)) if groups else set()
+
+    def _jump(self, by):
+        """Publish weights that no batch led to."""
+        if self.held or self.unanswered:
+            return
+        version = self.next + by
+        self.learner.advance(self.epoch, version)
+        self.version = self.next = version
+        self.seen["jump"] += 1
+
+    @rule(by=st.integers(1, 4))
+    def jump(self, by):
+        self._jump(by)
+
+    @rule(groups=st.integers(0, 2), ahead=st.sampled_from([0, 0, 0, 1]), forgets=st.booleans())
+    def lease(self, groups, ahead, forgets):
         self._produce(groups, 0, True)
-        self._lease(self.next + ahead)
+        self._lease(self.next + ahead, forgets=forgets and self.shards == 2)
 
     @rule(groups=st.integers(0, 2), steps=st.integers(1, 3), is_announced=st.booleans())
     def train(self, groups, steps, is_announced):
@@ -165,9 +193,32 @@ class Forgetting(RuleBasedStateMachine):
             if self.held and not self.unanswered:
                 self._ack_next(is_announced)
 
-    def _lease(self, version):
+    def _lease_shards(self, version, *, forgets=False):
+        """Have every process of the gang lease its shard, however often that takes; the server may forget between."""
+        if forgets:
+            self._note_down()
+        lease = self.learner.lease(self.epoch, version, timeout=0, shards=self.shards)
+        if self.shards == 1:
+            return lease
+        if forgets:
+            self._forget(-1)
         try:
-            lease = self.learner.lease(self.epoch, version, timeout=0)
+            other = self._follow(version)
+        except (WaitTimeout, Fenced):  # the lease was forgotten
+            lease = self.learner.lease(self.epoch, version, timeout=0, shards=2)
+            other = self._follow(version)
+        assert (other.id, other.batch.keys()) == (lease.id, lease.batch.keys())
+        assert sorted([*lease.group_ids, *other.group_ids]) == sorted(lease.batch)
+        assert all(len(group) == self.limits.group_size for group in other.groups)
+        self.seen["lease in turns"] += forgets
+        return lease
+
+    def _follow(self, version):
+        return self.follower.lease(self.epoch, version, timeout=0, shard=1, shards=2)
+
+    def _lease(self, version, *, forgets=False):
+        try:
+            lease = self._lease_shards(version, forgets=forgets)
         except WaitTimeout:
             self.seen["wait"] += 1
             if self.unanswered:
@@ -259,7 +310,7 @@ class Forgetting(RuleBasedStateMachine):
         self._new_learner()
         while True:
             try:
-                lease = self.learner.lease(self.epoch, self.next, timeout=0)
+                lease = self._lease_shards(self.next)
             except WaitTimeout:
                 break
             assert all(len(group) == self.limits.group_size for group in lease.groups)

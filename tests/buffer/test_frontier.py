@@ -249,6 +249,47 @@ def test_the_ack_of_a_lease_that_the_server_forgot_consumes_it(buffer, workers, 
     assert (stats.version, stats.counters["acked"], stats.outstanding, stats.unaccounted) == (1, 1, 0, 0)
 
 
+def test_a_group_that_was_made_up_for_stays_out_of_a_lease_that_the_server_forgot(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    slots = [call(complete(workers)) for _ in range(2)]
+    assert buffer.lease(epoch, 0, timeout=0).group_ids == [slots[0].group]
+    memory = Memory(raw, run)
+    [name] = raw.keys(f"{{headrace:{run}}}:payload:{slots[0].group}:0:*")
+    raw.delete(name)
+    lease = buffer.lease(epoch, 0, timeout=0)
+    assert lease.group_ids == [slots[1].group]
+    memory.restore()
+    buffer.ack(lease, 1)
+    assert [info.group for info in buffer.groups(State.READY, 10)] == [slots[0].group]
+    stats = buffer.stats()
+    assert (stats.counters["acked"], stats.leased, stats.unaccounted) == (1, 0, 0)
+
+
+def test_the_processes_of_a_gang_wait_for_the_lease_that_the_first_one_makes(server, buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=2))
+    epoch = buffer.begin_epoch()
+    for _ in range(2):
+        call(complete(workers))
+    other = Buffer(server.url, run, timeout_seconds=5)
+    with pytest.raises(WaitTimeout, match="waits for that with shard 0"):
+        other.lease(epoch, 0, timeout=0, shard=1, shards=2)
+    memory = Memory(raw, run)
+    lease = buffer.lease(epoch, 0, timeout=0, shard=0, shards=2)
+    half = other.lease(epoch, 0, timeout=0, shard=1, shards=2)
+    assert half.id == lease.id
+    memory.restore()
+    with pytest.raises(Fenced, match="the process that began the epoch has not told it again"):
+        other.lease(epoch, 0, timeout=0, shard=1, shards=2)
+    waiting = queue.Queue()
+    thread = threading.Thread(target=lambda: waiting.put(other.lease(epoch, 0, timeout=60, shard=1, shards=2)))
+    thread.start()
+    assert buffer.lease(epoch, 0, timeout=0, shard=0, shards=2).batch == lease.batch
+    thread.join()
+    assert waiting.get().group_ids == half.group_ids
+    other.close()
+
+
 def test_an_announcement_that_the_server_forgot_is_made_again(buffer, workers, call, raw, run):
     buffer.open(limits(max_staleness=9, groups_per_batch=1))
     epoch = buffer.begin_epoch()

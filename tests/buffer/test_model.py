@@ -50,14 +50,15 @@ from buffer import (
     WaitTimeout,
     encode,
 )
-from buffer.operations import Run
 from buffer.protocol import parse_claim, text
+from buffer.requests import Run
 
 _runs = itertools.count()
 
 _KNOWN = {
     *("control", "counters", "reserved", "running", "ready", "ready_versions", "ready_births", "leased", "leases"),
-    *("closed", "trained", "kept", "retry", "attempts", "wake:ready", "wake:slots", "quarantine", "garbage"),
+    *("closed", "trained", "kept", "retry", "attempts", "wake:ready", "wake:slots", "wake:lease"),
+    *("quarantine", "garbage"),
 }
 """Keys of a run that belong to no group."""
 
@@ -146,10 +147,10 @@ class Protocol(RuleBasedStateMachine):
         assert request.name != "hold", "nothing was forgotten, but the learner reminds the server"
         answer, rest = text(reply[1][0]), reply[1][1:]
         if request.name == "lease" and answer == "ok":
-            _, version, shards, _ = request.arguments
+            _, _, _, version, shards, new_id = request.arguments
             claim = parse_claim(rest)
-            is_new, ready, in_turn = self._ready(version)
-            new = self.model.claim(version, claim.id, shards, claim.shards)
+            is_new, (ready, in_turn) = self.model.is_new(version, leads=bool(new_id)), self._ready()
+            new = self.model.claim(version, claim.id, shards, claim.shards, leads=bool(new_id))
             self.seen["look ahead"] += bool(new) and in_turn < ready
             self.seen["made up for"] += bool(new) and not is_new
             self.seen["lease again"] += not new
@@ -160,19 +161,19 @@ class Protocol(RuleBasedStateMachine):
             if self.model.limits.order is not Order.PRIORITY or (is_new and len(new) == ready):
                 assert corrections == pytest.approx([1] * len(corrections))
         elif request.name == "lease" and answer == "wait":
-            version = request.arguments[1]
-            self.model.wait(version)
+            _, _, _, version, _, new_id = request.arguments
+            self.model.wait(version, leads=bool(new_id))
             self.seen["no batch"] += 1
-            _, ready, in_turn = self._ready(version)
+            ready, in_turn = self._ready()
             self.seen["look ahead"] += in_turn < ready
         elif request.name == "condemn":
-            _, version, name, outcome, *_ = request.arguments
+            _, _, _, version, name, outcome, *_ = request.arguments
             assert answer == ("gone" if self.twice else "ok")
             self.model.condemn(version, name, outcome)
 
-    def _ready(self, version):
-        """Whether a lease for ``version`` is new, how many groups are ready, and how many may be leased now."""
-        return version not in self.model.leases, len(self.model.names(READY)), len(self.model.in_turn())
+    def _ready(self):
+        """How many groups are ready, and how many may be leased now."""
+        return len(self.model.names(READY)), len(self.model.in_turn())
 
     @initialize(bounds=some_limits(), twice=st.booleans(), has_instance=st.booleans(), idle=idle)
     def begin(self, bounds, twice, has_instance, idle):
@@ -462,8 +463,6 @@ class Protocol(RuleBasedStateMachine):
         self.model.announced = max(self.model.announced, version)
 
     def _ack(self, lease, version):
-        if lease.id in self.model.dissolved and lease.shards > 1:
-            return  # nobody acks what only one process of the gang has got; the first would not know that it is over
         self._announce(version)
         answer, again = self.model.ack(lease.id, lease.epoch, lease.version, version)
         self.seen[f"ack {answer}"] += 1
@@ -569,7 +568,7 @@ class Protocol(RuleBasedStateMachine):
 
     def _advance(self, version):
         self.gang[0].advance(self.model.epoch, version)
-        self.model.version = max(self.model.version, version)
+        self.model.raise_version(version)
 
     def _checkpointed(self, version):
         self.gang[0].checkpointed(self.model.epoch, version)

@@ -110,7 +110,7 @@ def test_a_payload_over_the_limit_is_refused_and_nothing_of_its_commit_is_stored
     buffer.open(limits())
     slot = call(workers.reserve("worker", timeout=0))
     small, large = trajectory(slot.group, 0), trajectory(slot.group, 1, tokens=1000)
-    monkeypatch.setattr("buffer.operations.MAX_PAYLOAD_BYTES", 5000)
+    monkeypatch.setattr("buffer.payloads.MAX_PAYLOAD_BYTES", 5000)
     with pytest.raises(ValueError, match=rf"trajectory 1 of group {slot.group} has \d+ bytes; expected at most 5000"):
         buffer.commit(small, large)
     with pytest.raises(ValueError, match="make episodes or metadata shorter"):

@@ -553,7 +553,7 @@ def test_quarantine_is_bounded(buffer, workers, call, raw, run):
 
 
 def test_a_batch_larger_than_one_reply_arrives_in_slices(buffer, workers, call, monkeypatch):
-    monkeypatch.setattr("buffer.operations.FETCH_BYTES", 20_000)
+    monkeypatch.setattr("buffer.payloads.FETCH_BYTES", 20_000)
     buffer.open(limits(groups_per_batch=4, group_size=3))
     epoch = buffer.begin_epoch()
     slots = [call(complete(workers, tokens=tokens)) for tokens in (10, 700, 3000, 10)]
