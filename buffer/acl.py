@@ -8,7 +8,7 @@ SCRIPT_COMMANDS: Final = (
     *("del", "exists", "get", "persist", "set", "unlink", "time"),
     *("hdel", "hexists", "hget", "hgetall", "hincrby", "hmget", "hset", "hsetnx"),
     *("llen", "lpop", "lpos", "lpush", "ltrim", "rpop", "rpush"),
-    *("zadd", "zcard", "zcount", "zrange", "zrangebyscore", "zrem", "zscore"),
+    *("zadd", "zcard", "zrange", "zrangebyscore", "zrem", "zscore"),
 )
 """Commands that the scripts call."""
 

@@ -371,8 +371,7 @@ class Operations:
 
     def _tell_again(self, epoch: int) -> Steps[None]:
         """Tell a server that lost its last writes what it does not know any more."""
-        [[told]] = yield Send((("HMGET", self._keys.control, "journal"),))
-        calls = self._journal.forgotten(int(told or 0))
+        calls = self._journal.forgotten((yield from self.field("journal")))
         if calls is None:
             raise Forgotten(
                 f"Redis at {self._where} lost more of its last writes than this learner remembers: "
