@@ -21,8 +21,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from learner.mesh import DATA, FSDP, ROWS, WHOLE, gather, partition, shardings
+from learner.models.attention import attend_packed
 from learner.models.config import ModelConfig
-from learner.models.decoder import attend_packed
+from learner.models.decoder import Parallel
 from learner.models.logprobs import TokenScores, token_scores
 from learner.models.weights import abstract_model
 from learner.objectives import Objective, Terms
@@ -149,9 +150,17 @@ class TrainStep:
         whole = nnx.State({**gather(outer), "layers": params["layers"]})
         model = nnx.merge(self._graph, whole)
         attend = attend_packed(rows.segments)
-        hidden_RTH, _ = model(rows.tokens, rows.positions, attend, gather=gather, remat=self._remat)
+        hidden_RTH, _ = model(
+            rows.tokens, rows.positions, attend, parallel=Parallel(gather), remat="full" if self._remat else "none"
+        )
         hidden_MH = hidden_RTH.reshape(-1, hidden_RTH.shape[-1])
-        scores_M = token_scores(hidden_MH, model.output_VH, rows.targets.reshape(-1), temperature=self._temperature)
+        scores_M = token_scores(
+            hidden_MH,
+            model.output_VH,
+            rows.targets.reshape(-1),
+            temperature=self._temperature,
+            softcap=model.config.final_logit_softcapping,
+        )
         return jax.tree.map(lambda x_M: x_M.reshape(rows.targets.shape), scores_M)
 
     def _scores(self, params: nnx.State, rows: Rows) -> TokenScores:

@@ -1,34 +1,45 @@
 """Hugging Face tensors in and out of the decoder's parameters.
 
-A table says which tensor of a checkpoint is which parameter; both directions read it, so
-they cannot disagree. A linear layer of Hugging Face is ``[outputs, inputs]``; here the
-input axes come first and heads have an axis of their own, so a tensor is a transpose and
-a reshape away from a parameter.
+A table says which tensor of a checkpoint is which parameter; both directions read it, so they cannot disagree. A linear
+layer of Hugging Face is ``[outputs, inputs]``; here the input axes come first and heads have an axis of their own, so a
+tensor is a transpose and a reshape away from a parameter.
+
+Files are read and written by the tensor, and read only as far as a device needs it: a host never holds more than what
+its own devices are given, and one tensor.
 
 Axes: L = layers; the others as in ``learner.models.decoder``.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from jax.experimental.multihost_utils import process_allgather
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from learner.models.config import ModelConfig, ModelError, read_config, write_config
 from learner.models.decoder import Decoder
 
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MOST_FILE_BYTES = 5_000_000_000
+"""A larger model is written as several files, as Hugging Face does."""
 
-_KEPT = 0
+_SAME = None
 """``inputs`` of a tensor that has the same axes on both sides: norms and embeddings."""
+_BIAS = 0
+"""``inputs`` of a tensor that has the parameter's axes in one."""
 
 
 class _Tensor(NamedTuple):
@@ -36,29 +47,107 @@ class _Tensor(NamedTuple):
 
     path: tuple[str, ...]
     names: tuple[str, ...]
-    inputs: int
+    inputs: int | None
     """Number of leading input axes of the parameter (without L)."""
-    stacked: bool
+    is_stacked: bool
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in a checkpoint of one layer's parameter of ``shape``."""
+        if self.inputs is _SAME:
+            return shape
+        outputs = (math.prod(shape[self.inputs :]),)
+        return (*outputs, math.prod(shape[: self.inputs])) if self.inputs else outputs
 
 
-_MODEL = {
-    ("embedding_VH",): "model.embed_tokens.weight",
-    ("norm", "weight"): "model.norm.weight",
-}
+type _Table = dict[tuple[str, ...], tuple[str, int | None]]
+"""Path of a layer's parameter → name of its tensor within the layer, and ``inputs``."""
+
 _HEAD_PATH, _HEAD_NAME = ("head_VH",), "lm_head.weight"
-_LAYER = {
-    ("attention_norm", "weight"): ("input_layernorm", _KEPT),
-    ("attention", "q_HND"): ("self_attn.q_proj", 1),
-    ("attention", "k_HKD"): ("self_attn.k_proj", 1),
-    ("attention", "v_HKD"): ("self_attn.v_proj", 1),
-    ("attention", "o_NDH"): ("self_attn.o_proj", 2),
-    ("attention", "q_norm", "weight"): ("self_attn.q_norm", _KEPT),
-    ("attention", "k_norm", "weight"): ("self_attn.k_norm", _KEPT),
-    ("mlp_norm", "weight"): ("post_attention_layernorm", _KEPT),
-    ("mlp", "gate_HF"): ("mlp.gate_proj", 1),
-    ("mlp", "up_HF"): ("mlp.up_proj", 1),
-    ("mlp", "down_FH"): ("mlp.down_proj", 1),
+_EMBEDDING_NAME = "model.embed_tokens.weight"
+_LAYER: _Table = {
+    ("attention_norm", "weight"): ("input_layernorm.weight", _SAME),
+    ("attention", "q_HND"): ("self_attn.q_proj.weight", 1),
+    ("attention", "k_HKD"): ("self_attn.k_proj.weight", 1),
+    ("attention", "v_HKD"): ("self_attn.v_proj.weight", 1),
+    ("attention", "o_NDH"): ("self_attn.o_proj.weight", 2),
+    ("mlp", "gate_HF"): ("mlp.gate_proj.weight", 1),
+    ("mlp", "up_HF"): ("mlp.up_proj.weight", 1),
+    ("mlp", "down_FH"): ("mlp.down_proj.weight", 1),
 }
+_QKV_BIAS: _Table = {
+    ("attention", "q_bias_ND"): ("self_attn.q_proj.bias", _BIAS),
+    ("attention", "k_bias_KD"): ("self_attn.k_proj.bias", _BIAS),
+    ("attention", "v_bias_KD"): ("self_attn.v_proj.bias", _BIAS),
+}
+_QK_NORM: _Table = {
+    ("attention", "q_norm", "weight"): ("self_attn.q_norm.weight", _SAME),
+    ("attention", "k_norm", "weight"): ("self_attn.k_norm.weight", _SAME),
+}
+_PRE_NORM: _Table = {("mlp_norm", "weight"): ("post_attention_layernorm.weight", _SAME)}
+_SANDWICH_NORM: _Table = {
+    ("after_attention_norm", "weight"): ("post_attention_layernorm.weight", _SAME),
+    ("mlp_norm", "weight"): ("pre_feedforward_layernorm.weight", _SAME),
+    ("after_mlp_norm", "weight"): ("post_feedforward_layernorm.weight", _SAME),
+}
+
+
+class _Source(Protocol):
+    """Tensors by name, read in part."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray: ...
+
+
+class _Arrays:
+    """Tensors in memory."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def names(self) -> set[str]:
+        return set(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._arrays[name].shape)
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        return self._arrays[name][part]
+
+
+class _Files:
+    """Tensors of the files of a checkpoint folder; to be used as a context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._file_of: dict[str, Any] = {}
+
+    def __enter__(self) -> _Files:
+        paths = sorted(self._folder.glob("model*.safetensors"))
+        if not paths:
+            raise ModelError(f"{self._folder} holds no {WEIGHTS_FILE}; expected a Hugging Face checkpoint folder")
+        for path in paths:
+            try:
+                file = self._open.enter_context(safe_open(path, "np"))
+            except SafetensorError as error:
+                raise ModelError(f"{path} is damaged ({error}): fetch it again") from error
+            self._file_of |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        return self._file_of[name].get_slice(name)[part]
 
 
 @lru_cache(maxsize=8)
@@ -83,11 +172,8 @@ def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for tensor in _tensors(config):
         value = host[tensor.path]
-        for name, part in zip(tensor.names, value if tensor.stacked else [value], strict=True):
-            if tensor.inputs:
-                rows = math.prod(part.shape[: tensor.inputs])
-                part = part.reshape(rows, -1).T
-            tensors[name] = np.array(part, order="C")
+        for name, part in zip(tensor.names, value if tensor.is_stacked else [value], strict=True):
+            tensors[name] = _stored(tensor, part)
     return tensors
 
 
@@ -97,88 +183,212 @@ def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray]) -> nnx.State
     Raises:
         ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
     """
-    weights = _without_tied_head(config, weights)
-    table = list(_tensors(config))
-    _check_names({name for tensor in table for name in tensor.names}, set(weights))
-    _, abstract = abstract_model(config)
-    shapes = {path: leaf.shape for path, leaf in _flat(abstract).items()}
-    values = {}
-    for tensor in table:
-        shape = shapes[tensor.path][1:] if tensor.stacked else shapes[tensor.path]
-        parts = [_part(name, weights[name], shape, tensor.inputs) for name in tensor.names]
-        # jnp.array copies: on CPU jnp.asarray may alias the caller's memory.
-        values[tensor.path] = jnp.array(np.stack(parts) if tensor.stacked else parts[0])
-    return jax.tree.map_with_path(lambda path, _: values[parameter_path(path)], abstract)
+    return _load(config, _Arrays(weights), None)
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, nnx.State]:
-    """Read a Hugging Face checkpoint folder.
+    """Read a Hugging Face checkpoint folder, with its parameters on one device.
 
     Raises:
         ModelError: the folder is not a checkpoint, or not one of this decoder.
     """
     config = read_config(folder)
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} holds no {WEIGHTS_FILE}; expected a Hugging Face checkpoint folder")
-    weights: dict[str, np.ndarray] = {}
-    for file in files:
-        weights.update(load_file(file))
+    return config, read_params(config, folder, None)
+
+
+def read_params(config: ModelConfig, folder: Path, shardings: Any) -> nnx.State:
+    """Read the parameters of a checkpoint folder straight to where they belong.
+
+    Args:
+        config: of that folder.
+        folder: with one or more ``model*.safetensors``.
+        shardings: of each parameter, a tree like that of the parameters; None puts all on one device.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
+    """
     try:
-        return config, from_hf(config, weights)
+        with _Files(folder) as files:
+            return _load(config, files, shardings)
     except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
+        raise ModelError(f"{folder}: {error}" if str(folder) not in str(error) else str(error)) from error
 
 
-def write_model(config: ModelConfig, params: nnx.State, folder: Path, *, eos_token_id: int | None) -> None:
-    """Write ``config.json`` and ``model.safetensors``; the tokenizer's files are the caller's.
+def write_model(
+    config: ModelConfig,
+    params: nnx.State,
+    folder: Path,
+    *,
+    eos_token_id: int | None,
+    most_file_bytes: int = MOST_FILE_BYTES,
+) -> None:
+    """Write ``config.json`` and the weights; the tokenizer's files are the caller's.
+
+    In a gang every process calls this, and the first one writes.
 
     Args:
         config: the decoder's shape.
         params: its parameters.
         folder: where to; made if missing.
         eos_token_id: as for ``write_config``.
+        most_file_bytes: a larger model is written as several files and an index.
 
     Raises:
         ModelError: ``eos_token_id`` is outside the vocabulary.
     """
-    write_config(config, folder, eos_token_id=eos_token_id)
-    save_file(to_hf(config, params), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        write_config(config, folder, eos_token_id=eos_token_id)
+    files = _file_plan(config, most_file_bytes)
+    file_of = {name: file for file, names in files.items() for name in names}
+    held: dict[str, dict[str, np.ndarray]] = {file: {} for file in files}
+    for name, part in _stored_tensors(config, params):
+        if is_writer:
+            file = file_of[name]
+            held[file][name] = part
+            if len(held[file]) == len(files[file]):
+                save_file(held.pop(file), folder / file, metadata={"format": "pt"})
+    if is_writer and len(files) > 1:
+        total = sum(_stored_bytes(config).values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _load(config: ModelConfig, source: _Source, shardings: Any) -> nnx.State:
+    """Read every parameter, each device its own part."""
+    names = source.names()
+    if config.tie_word_embeddings and _HEAD_NAME in names:
+        _check_tied_head(source)
+        names -= {_HEAD_NAME}
+    table = list(_tensors(config))
+    _check_names({name for tensor in table for name in tensor.names}, names)
+    _, abstract = abstract_model(config)
+    shapes = {path: leaf.shape for path, leaf in _flat(abstract).items()}
+    placed = _flat(shardings) if shardings is not None else {}
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    values = {}
+    for tensor in table:
+        shape = shapes[tensor.path]
+        _check_shapes(tensor, shape, source)
+        values[tensor.path] = jax.make_array_from_callback(
+            shape, placed.get(tensor.path, here), partial(_part, tensor, shape, source)
+        )
+    return jax.tree.map_with_path(lambda path, _: values[parameter_path(path)], abstract)
+
+
+def _part(tensor: _Tensor, shape: tuple[int, ...], source: _Source, index: tuple[slice, ...]) -> np.ndarray:
+    """The part of a parameter that ``index`` names, float32, in memory of its own."""
+    spans = [range(*span.indices(size)) for span, size in zip(index, shape, strict=True)]
+    part = np.empty([len(span) for span in spans], np.float32)
+    if tensor.is_stacked:
+        for position, layer in enumerate(spans[0]):
+            part[position] = _read(tensor, shape[1:], spans[1:], source, tensor.names[layer])
+    else:
+        part[...] = _read(tensor, shape, spans, source, tensor.names[0])
+    return part
+
+
+def _read(tensor: _Tensor, shape: tuple[int, ...], spans: Sequence[range], source: _Source, name: str) -> np.ndarray:
+    """Part of one layer's parameter, as it is here."""
+    if tensor.inputs is _SAME:
+        value = source.read(name, tuple(slice(span.start, span.stop) for span in spans))
+    else:
+        outputs = _flat_span(spans[tensor.inputs :], shape[tensor.inputs :])
+        inputs = (_flat_span(spans[: tensor.inputs], shape[: tensor.inputs]),) if tensor.inputs else ()
+        value = source.read(name, (outputs, *inputs)).T
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ModelError(f"tensor {name} is {value.dtype}; expected a floating type: quantised weights do not load")
+    return value.reshape([len(span) for span in spans])
+
+
+def _flat_span(spans: Sequence[range], shape: Sequence[int]) -> slice:
+    """Several axes of which only the first may be cut, as one."""
+    inner = math.prod(shape[1:])
+    assert all(len(span) == size for span, size in zip(spans[1:], shape[1:], strict=True)), (spans, shape)
+    return slice(spans[0].start * inner, spans[0].stop * inner)
+
+
+def _stored(tensor: _Tensor, part: np.ndarray) -> np.ndarray:
+    """One layer's parameter as a checkpoint has it, in memory of its own."""
+    if tensor.inputs:
+        part = part.reshape(math.prod(part.shape[: tensor.inputs]), -1).T
+    elif tensor.inputs is _BIAS:
+        part = part.reshape(-1)
+    return np.array(part, order="C")
+
+
+def _stored_tensors(config: ModelConfig, params: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a checkpoint, brought to the host one at a time."""
+    pick: Callable[..., jax.Array] = jax.jit(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
+    leaves = _flat(params)
+    for tensor in _tensors(config):
+        leaf = leaves[tensor.path]
+        for layer, name in enumerate(tensor.names):
+            part = pick(leaf, layer) if tensor.is_stacked else leaf
+            host = np.asarray(part) if part.is_fully_addressable else process_allgather(part, tiled=True)
+            yield name, _stored(tensor, host)
+
+
+def _stored_bytes(config: ModelConfig) -> dict[str, int]:
+    """Bytes of every tensor of a checkpoint, in the order in which they are written."""
+    shapes = {path: leaf.shape for path, leaf in _flat(abstract_model(config)[1]).items()}
+    return {
+        name: 4 * math.prod(shapes[tensor.path][1 if tensor.is_stacked else 0 :])
+        for tensor in _tensors(config)
+        for name in tensor.names
+    }
+
+
+def _file_plan(config: ModelConfig, most_bytes: int) -> dict[str, list[str]]:
+    """The files of a checkpoint and the tensors in each."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in _stored_bytes(config).items():
+        if groups[-1] and filled + size > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {WEIGHTS_FILE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
 def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
-    for path, name in _MODEL.items():
-        yield _Tensor(path, (name,), _KEPT, stacked=False)
+    yield _Tensor(("embedding_VH",), (_EMBEDDING_NAME,), _SAME, is_stacked=False)
+    yield _Tensor(("norm", "weight"), ("model.norm.weight",), _SAME, is_stacked=False)
     if not config.tie_word_embeddings:
-        yield _Tensor(_HEAD_PATH, (_HEAD_NAME,), _KEPT, stacked=False)
-    for path, (suffix, inputs) in _LAYER.items():
-        names = tuple(f"model.layers.{i}.{suffix}.weight" for i in range(config.num_hidden_layers))
-        yield _Tensor(("layers", *path), names, inputs, stacked=True)
+        yield _Tensor(_HEAD_PATH, (_HEAD_NAME,), _SAME, is_stacked=False)
+    family = config.family
+    layer: _Table = {**_LAYER}
+    layer |= _SANDWICH_NORM if family.sandwich_norm else _PRE_NORM
+    layer |= _QKV_BIAS if family.qkv_bias else {}
+    layer |= _QK_NORM if family.qk_norm else {}
+    for path, (suffix, inputs) in layer.items():
+        names = tuple(f"model.layers.{i}.{suffix}" for i in range(config.num_hidden_layers))
+        yield _Tensor(("layers", *path), names, inputs, is_stacked=True)
 
 
-def _part(name: str, weight: np.ndarray, shape: tuple[int, ...], inputs: int) -> np.ndarray:
-    """One checkpoint tensor as a parameter of ``shape``."""
-    expected = (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else shape
-    if tuple(weight.shape) != expected:
+def _check_shapes(tensor: _Tensor, shape: tuple[int, ...], source: _Source) -> None:
+    expected = tensor.stored_shape(shape[1:] if tensor.is_stacked else shape)
+    for name in tensor.names:
+        if source.shape(name) != expected:
+            raise ModelError(
+                f"tensor {name} is {list(source.shape(name))}; expected {list(expected)}: "
+                "is config.json that of another model?"
+            )
+
+
+def _check_tied_head(source: _Source) -> None:
+    """Some published checkpoints carry a copy of a tied head; it must be one."""
+    everything = (slice(None), slice(None))
+    if _EMBEDDING_NAME not in source.names() or not np.array_equal(
+        source.read(_HEAD_NAME, everything), source.read(_EMBEDDING_NAME, everything)
+    ):
         raise ModelError(
-            f"tensor {name} is {list(weight.shape)}; expected {list(expected)}: is config.json that of another model?"
-        )
-    if not jnp.issubdtype(weight.dtype, jnp.floating):
-        raise ModelError(f"tensor {name} is {weight.dtype}; expected a floating type: quantised weights do not load")
-    weight = np.asarray(weight, np.float32)
-    return weight.T.reshape(shape) if inputs else weight
-
-
-def _without_tied_head(config: ModelConfig, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """Drop the copy of a tied head that some published checkpoints carry."""
-    if not config.tie_word_embeddings or _HEAD_NAME not in weights:
-        return weights
-    if not np.array_equal(weights[_HEAD_NAME], weights.get("model.embed_tokens.weight", np.empty(0))):
-        raise ModelError(
-            f"tensor {_HEAD_NAME} differs from model.embed_tokens.weight although config.json ties them; "
+            f"tensor {_HEAD_NAME} differs from {_EMBEDDING_NAME} although config.json ties them; "
             "set tie_word_embeddings to false"
         )
-    return {name: weight for name, weight in weights.items() if name != _HEAD_NAME}
 
 
 def _check_names(expected: set[str], given: set[str]) -> None:

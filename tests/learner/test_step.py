@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from learner.models.attention import attend_packed
 from learner.models.compilations import CompilationCounter
-from learner.models.decoder import attend_packed
 from learner.models.weights import abstract_model
 from learner.objectives import cross_entropy, ppo_clip
 from learner.packing import Ladder, pack

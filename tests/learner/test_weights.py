@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from learner.models.attention import attend_packed, softcapped
 from learner.models.config import ModelConfig, ModelError
-from learner.models.decoder import attend_packed
 from learner.models.weights import abstract_model, from_hf, initial_params, read_model, to_hf, write_model
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "qwen3"
+FAMILIES = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = FAMILIES / "qwen3"
 TIED = ModelConfig(
     vocab_size=19,
     hidden_size=12,
@@ -35,16 +36,18 @@ def tied() -> nnx.State:
 
 
 @pytest.mark.parametrize("layout", ["config.json", "config.older.json"])
-def test_logits_equal_the_reference_library(tmp_path: Path, layout: str) -> None:
-    shutil.copy(GOLDEN / layout, tmp_path / "config.json")
-    shutil.copy(GOLDEN / "model.safetensors", tmp_path)
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_logits_equal_the_reference_library(tmp_path: Path, family: str, layout: str) -> None:
+    shutil.copy(FAMILIES / family / layout, tmp_path / "config.json")
+    shutil.copy(FAMILIES / family / "model.safetensors", tmp_path)
     config, params = read_model(tmp_path)
     model = nnx.merge(abstract_model(config)[0], params)
-    reference = np.load(GOLDEN / "reference.npz")
+    reference = np.load(FAMILIES / family / "reference.npz")
     tokens_RT = jnp.asarray(reference["tokens"])
     positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
     hidden_RTH, _ = model(tokens_RT, positions_RT, attend_packed(jnp.ones_like(tokens_RT)))
-    np.testing.assert_allclose(hidden_RTH @ model.output_VH.T, reference["logits"], atol=2e-4)
+    logits_RTV = softcapped(hidden_RTH @ model.output_VH.T, config.final_logit_softcapping)
+    np.testing.assert_allclose(logits_RTV, reference["logits"], atol=2e-4)
 
 
 def test_tensors_survive_the_round_trip_exactly() -> None:

@@ -16,8 +16,8 @@ from flax import nnx
 
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
 from actors.samplers.local import LocalSampler
+from learner.models.attention import attend_packed
 from learner.models.config import ModelConfig
-from learner.models.decoder import attend_packed
 from learner.models.weights import abstract_model, from_hf, to_hf
 
 CONTEXT = 160

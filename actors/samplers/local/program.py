@@ -22,8 +22,9 @@ import numpy as np
 from flax import nnx
 
 from actors.samplers.local.cache import SlotCache
+from learner.models.attention import Attend, Reach, softcapped
 from learner.models.config import ModelConfig
-from learner.models.decoder import Attend, Decoder
+from learner.models.decoder import Decoder
 from learner.models.weights import abstract_model
 
 _MASKED = -1e30
@@ -172,6 +173,7 @@ def _extend(
     last_R = jnp.maximum(rows.counts_R - 1, 0)
     hidden_RH = jnp.take_along_axis(hidden_RTH, last_R[:, None, None], axis=1)[:, 0]
     logits_RV = jnp.einsum("rh,vh->rv", hidden_RH, model.output_VH, preferred_element_type=jnp.float32)
+    logits_RV = softcapped(logits_RV, model.config.final_logit_softcapping)
     token_R, logprob_R = sample(logits_RV, rows.seeds_R2, rows.starts_R + rows.counts_R, rows.temperatures_R)
     # One array, so that one transfer brings both to the host.
     return keys_LSKCD, values_LSKCD, jnp.stack([token_R, jax.lax.bitcast_convert_type(logprob_R, jnp.int32)])
@@ -187,29 +189,37 @@ def _attend_slots(keys_LSKCD: jax.Array, values_LSKCD: jax.Array, rows: Rows) ->
     cached_R = jnp.where(rows.counts_R > 0, rows.starts_R, 0)
     blocks = (jnp.max(cached_R) + BLOCK - 1) // BLOCK
 
-    def attend(q_RTND: jax.Array, k_RTKD: jax.Array, v_RTKD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+    def attend(
+        q_RTND: jax.Array, k_RTKD: jax.Array, v_RTKD: jax.Array, cache: Any, reach: Reach
+    ) -> tuple[jax.Array, Any]:
         count, chunk, heads, head = q_RTND.shape
-        q_RKGTD = q_RTND.reshape(count, chunk, k_RTKD.shape[2], -1, head).transpose(0, 2, 3, 1, 4) * head**-0.5
+        q_RKGTD = q_RTND.reshape(count, chunk, k_RTKD.shape[2], -1, head).transpose(0, 2, 3, 1, 4)
+        positions_RT = rows.starts_R[:, None] + jnp.arange(chunk)
         k_RKTD, v_RKTD = k_RTKD.swapaxes(1, 2), v_RTKD.swapaxes(1, 2)
 
         def visit(block: jax.Array, running: _Running) -> _Running:
             def read(array_LSKCD: jax.Array) -> jax.Array:
                 sizes = (1, 1, *array_LSKCD.shape[2:3], BLOCK, head)
                 row = partial(jax.lax.dynamic_slice, array_LSKCD, slice_sizes=sizes)
-                return jax.vmap(lambda slot: row((layer, slot, 0, block * BLOCK, 0))[0, 0])(rows.slots_R)
+                return jax.vmap(lambda slot: row((cache, slot, 0, block * BLOCK, 0))[0, 0])(rows.slots_R)
 
-            cached_RC = block * BLOCK + jnp.arange(BLOCK) < cached_R[:, None]
+            at_C = block * BLOCK + jnp.arange(BLOCK)
+            cached_RC = at_C < cached_R[:, None]
             # A weight of 0 does not silence garbage that is not finite: values are masked as well as scores.
             values_RKCD = jnp.where(cached_RC[:, None, :, None], read(values_LSKCD), 0.0)
-            return _mix(running, q_RKGTD, read(keys_LSKCD), values_RKCD, cached_RC[:, None, None, None])
+            allowed_RTC = cached_RC[:, None]
+            if reach.window is not None:
+                allowed_RTC = allowed_RTC & (positions_RT[:, :, None] - at_C < reach.window)
+            return _mix(running, q_RKGTD, read(keys_LSKCD), values_RKCD, allowed_RTC[:, None, None], reach.softcap)
 
         nothing = _Running(
             highest_RKGT=jnp.full(q_RKGTD.shape[:-1], _MASKED),
             total_RKGT=jnp.zeros(q_RKGTD.shape[:-1]),
             mixed_RKGTD=jnp.zeros(q_RKGTD.shape),
         )
-        causal_TT = jnp.tril(jnp.ones((chunk, chunk), bool))
-        running = _mix(nothing, q_RKGTD, k_RKTD, v_RKTD, causal_TT)
+        distance_TT = jnp.arange(chunk)[:, None] - jnp.arange(chunk)
+        seen_TT = (distance_TT >= 0) & (distance_TT < (reach.window or chunk))
+        running = _mix(nothing, q_RKGTD, k_RKTD, v_RKTD, seen_TT, reach.softcap)
         running = jax.lax.fori_loop(0, blocks, visit, running)
         mixed_RKGTD = running.mixed_RKGTD / running.total_RKGT[..., None]
         mixed_RTND = mixed_RKGTD.transpose(0, 3, 1, 2, 4).reshape(count, chunk, heads, head)
@@ -226,10 +236,17 @@ class _Running(NamedTuple):
     mixed_RKGTD: jax.Array
 
 
-def _mix(running: _Running, q_RKGTD: jax.Array, k_RKCD: jax.Array, v_RKCD: jax.Array, allowed: jax.Array) -> _Running:
+def _mix(
+    running: _Running,
+    q_RKGTD: jax.Array,
+    k_RKCD: jax.Array,
+    v_RKCD: jax.Array,
+    allowed: jax.Array,
+    softcap: float | None,
+) -> _Running:
     """Add keys to the average; ``allowed`` broadcasts to [R, K, G, T, C]."""
     scores = jnp.einsum("rkgtd,rkcd->rkgtc", q_RKGTD, k_RKCD, preferred_element_type=jnp.float32)
-    scores = jnp.where(allowed, scores, _MASKED)
+    scores = jnp.where(allowed, softcapped(scores, softcap), _MASKED)
     highest_RKGT = jnp.maximum(running.highest_RKGT, scores.max(axis=-1))
     kept_RKGT = jnp.exp(running.highest_RKGT - highest_RKGT)
     weights = jnp.exp(scores - highest_RKGT[..., None])
