@@ -7,8 +7,8 @@ from typing import Final
 SCRIPT_COMMANDS: Final = (
     *("del", "exists", "get", "persist", "set", "unlink", "time"),
     *("hdel", "hexists", "hget", "hgetall", "hincrby", "hmget", "hset", "hsetnx"),
-    *("llen", "lpop", "lpos", "lpush", "ltrim", "rpop", "rpush"),
-    *("zadd", "zcard", "zrange", "zrangebyscore", "zrem", "zscore"),
+    *("llen", "lpop", "lpush", "ltrim", "rpop", "rpush"),
+    *("zadd", "zcard", "zrange", "zrangebyscore", "zrem", "zremrangebyrank", "zscore"),
 )
 """Commands that the scripts call."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from buffer.connection import AsyncConnection
@@ -143,7 +143,7 @@ class AsyncBuffer:
     async def _drive[T](self, steps: Steps[T]) -> T:
         """Carry out an operation."""
         step: Callable[[], Run | Send] = partial(next, steps)
-        with self._connection.address.named():
+        with closing(steps), self._connection.address.named():
             while True:
                 try:
                     request = step()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 
 from buffer.connection import Connection
@@ -275,7 +276,7 @@ class Buffer:
     def _drive[T](self, steps: Steps[T]) -> T:
         """Carry out an operation."""
         step: Callable[[], Run | Send] = partial(next, steps)
-        with self._connection.address.named():
+        with closing(steps), self._connection.address.named():
             while True:
                 try:
                     request = step()

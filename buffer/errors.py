@@ -28,7 +28,7 @@ class Fenced(BufferError):
 
 
 class Forgotten(Fenced):
-    """The server was killed, and lost calls of this learner that it had answered, for good."""
+    """The server was killed and lost what this gang told it; the process that began the epoch tells it again."""
 
 
 class FormatError(BufferError):

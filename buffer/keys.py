@@ -22,6 +22,7 @@ class Keys:
         self.prefix = f"{{headrace:{run}}}:"
         self.control = f"{self.prefix}control"
         self.garbage = f"{self.prefix}garbage"
+        self.journal = f"{self.prefix}journal"
 
     def payload(self, group: str, index: int, nonce: str) -> str:
         """Key of a member's bytes; the nonce makes it one of its own for each commit."""
@@ -32,7 +33,7 @@ class Keys:
         return f"{self.prefix}quarantine:{group}:{index}:{nonce}"
 
     def wake(self, whom: str) -> str:
-        """List on which ``whom`` (``ready`` or ``slots``) blocks."""
+        """List on which ``whom`` (``ready``, ``lease`` or ``slots``) blocks."""
         return f"{self.prefix}wake:{whom}"
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import BufferError, BufferFull, BufferUnavailable, Forgotten, FormatError, WaitTimeout
-from buffer.journal import Entry, Journal
+from buffer.errors import BufferError, BufferFull, BufferUnavailable, Fenced, Forgotten, FormatError, WaitTimeout
+from buffer.journal import SHOWN, Entry, Journal
 from buffer.keys import Keys
 from buffer.lease import Lease
 from buffer.limits import Limits
@@ -244,21 +244,18 @@ class Operations:
 
     def begin_epoch(self) -> Steps[int]:
         """Fence off older learners and redeliver what they held."""
-        call = Entry("begin_epoch", (uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}"), None)
-        _, [number, epoch] = yield from self._run(call.name, 0, 0, "", *call.arguments)
-        call.number = int(number)
-        self._journal.begin(int(epoch), call)
+        entry = Entry(uuid.uuid4().hex, "begin_epoch", (f"{socket.gethostname()}:{os.getpid()}",))
+        _, [epoch] = yield from self._run(entry.script, 0, "", entry.name, *entry.arguments)
+        self._journal.begin(int(epoch), entry)
         return int(epoch)
 
     def announce(self, epoch: int, version: int) -> Steps[None]:
         """Say that weights are about to be handed out as ``version``."""
-        number, _ = yield from self._tell("announce", epoch, int(version))
-        self._journal.note(epoch, "announce", (int(version),), number)
+        yield from self._enter(epoch, Entry(f"announce:{version}", "announce", (int(version),)))
 
     def advance(self, epoch: int, version: int) -> Steps[None]:
         """Raise the policy version without a batch."""
-        number, _ = yield from self._tell("advance", epoch, int(version))
-        self._journal.note(epoch, "advance", (int(version),), number)
+        yield from self._enter(epoch, Entry(f"advance:{version}", "advance", (int(version),)))
 
     def lease(self, epoch: int, version: int, timeout: float, shard: int, shards: int) -> Steps[Lease]:
         """Lease a batch and fetch one shard of it."""
@@ -268,16 +265,16 @@ class Operations:
         decoded: dict[str, list[Trajectory]] = {}
         while True:
             claim = yield from self._claim(epoch, int(version), shard, shards, deadline, timeout)
-            own = [group for group in claim.members if claim.shards[group] == shard]
+            own = {name: group for name, group in claim.groups.items() if group.shard == shard}
             bad = yield from self._payloads.fetch(
-                {group: claim.members[group] for group in own if group not in decoded}, decoded
+                {name: group.members for name, group in own.items() if name not in decoded}, decoded
             )
             for group, outcome in bad.items():
                 kept = []
                 if outcome == "quarantined":
-                    kept = yield from self._payloads.quarantine(group, claim.members[group])
+                    kept = yield from self._payloads.quarantine(group, own[group].members)
                 with suppress(Forgotten):  # then it is condemned when the lease is known again
-                    yield from self._tell("condemn", epoch, int(version), group, outcome, *kept)
+                    yield from self._ask("condemn", epoch, "", int(version), group, outcome, *kept)
             if bad:
                 continue
             yield from self._payloads.collect_garbage()
@@ -287,9 +284,9 @@ class Operations:
                 id=claim.id,
                 shard=shard,
                 shards=shards,
-                batch=claim.shards,
-                groups=[decoded[group] for group in own],
-                corrections=np.array([claim.corrections[group] for group in own], np.float64),
+                batch={name: group.shard for name, group in claim.groups.items()},
+                groups=[decoded[name] for name in own],
+                corrections=np.array([group.correction for group in own.values()], np.float64),
             )
 
     def ack(self, lease: Lease, version: int) -> Steps[None]:
@@ -299,22 +296,23 @@ class Operations:
                 f"version is {version}, but the lease was trained with {lease.version}: "
                 "pass the version of the weights that were published after the step"
             )
-        yield from self._let_go("ack", lease, int(version))
+        yield from self._let_go(lease.epoch, Entry(f"ack:{lease.id}", "ack", (lease.version, lease.id, int(version))))
         yield from self._payloads.collect_garbage()
 
     def release(self, lease: Lease) -> Steps[None]:
         """Give a lease back untrained."""
-        yield from self._let_go("release", lease)
+        yield from self._let_go(lease.epoch, Entry(_release(lease.id), "release", (lease.version, lease.id)))
 
     def checkpointed(self, epoch: int, version: int) -> Steps[None]:
         """Forget what the durable checkpoint of ``version`` has learned from."""
-        yield from self._tell("checkpointed", epoch, int(version))
+        answer = "more"
+        while answer == "more":
+            answer, _ = yield from self._ask("checkpointed", epoch, "", int(version))
         yield from self._payloads.collect_garbage()
 
     def rollback(self, epoch: int, version: int) -> Steps[int]:
         """Put back what was trained after the checkpoint of ``version``."""
-        number, count = yield from self._tell("rollback", epoch, int(version))
-        self._journal.note(epoch, "rollback", (int(version),), number)
+        count = yield from self._enter(epoch, Entry(uuid.uuid4().hex, "rollback", (int(version),)))
         yield from self._payloads.collect_garbage()
         return count
 
@@ -329,74 +327,78 @@ class Operations:
         """Block until ``whom`` is woken, for at most ``seconds`` and never for long."""
         return Send((("BLPOP", self._keys.wake(whom), max(0.01, min(seconds, self._block_seconds))),))
 
-    def _ask(self, name: str, epoch: int, *arguments: str | int) -> Steps[tuple[str, list[Any]]]:
+    def _ask(self, script: str, epoch: int, entry: str, *arguments: str | int | float) -> Steps[tuple[str, list[Any]]]:
         """Run a script of the learner's on a server that knows all that it was told."""
         while True:
             try:
-                answer, rest = yield from self._run(name, epoch, self._journal.known(epoch), "", *arguments)
+                return (yield from self._run(script, epoch, self._journal.known(epoch), entry, *arguments))
             except Forgotten:
                 if not self._journal.keeps(epoch):
                     raise
-                if self._journal.start_telling():
-                    try:
-                        yield from self._tell_again(epoch)
-                    finally:
-                        self._journal.end_telling()
-                else:
-                    yield self._wait("nobody", 0.05)
-                continue
-            if answer in ("ok", "more"):
-                self._journal.hear(epoch, int(rest[0]))
-            return answer, rest
+                yield from self._tell_again(epoch)
 
-    def _tell(self, name: str, epoch: int, *arguments: str | int) -> Steps[tuple[int, int]]:
-        """Run a script of the learner's to its end; return the number of the entry, and how many it says there were."""
+    def _execute(self, epoch: int, entry: Entry) -> Steps[int]:
+        """Have an entry executed to its end; return how many the server says there were."""
         total, answer = 0, "more"
         while answer == "more":
-            answer, [number, *count] = yield from self._ask(name, epoch, *arguments)
-            total += sum(map(int, count))
-        return int(number), total
+            answer, counts = yield from self._ask(entry.script, epoch, entry.name, *entry.arguments)
+            total += sum(map(int, counts))
+        self._journal.hear(epoch, entry.name)
+        return total
 
-    def _let_go(self, name: str, lease: Lease, *more: int) -> Steps[None]:
-        """Run a script after which the learner does not hold the lease any more."""
-        arguments: tuple[str | int, ...] = (lease.version, lease.id, *more)
-        entry = self._journal.note(lease.epoch, name, arguments)
+    def _enter(self, epoch: int, entry: Entry) -> Steps[int]:
+        """Have an entry executed that gives the learner something; return how many there were."""
+        total = yield from self._execute(epoch, entry)
+        self._journal.write(epoch, entry)
+        return total
+
+    def _let_go(self, epoch: int, entry: Entry) -> Steps[None]:
+        """Have an entry executed that takes a lease out of the learner's hands."""
+        self._journal.write(epoch, entry)
         try:
-            entry.number, _ = yield from self._tell(name, lease.epoch, *arguments)
+            yield from self._execute(epoch, entry)
         except BufferUnavailable:
             raise  # it may have been executed
         except BufferError:
-            self._journal.strike(entry)
+            self._journal.strike(entry.name)
             raise
 
     def _tell_again(self, epoch: int) -> Steps[None]:
         """Tell a server that lost its last writes what it does not know any more."""
-        calls = self._journal.forgotten((yield from self.field("journal")))
-        if calls is None:
-            raise Forgotten(
+        [names] = yield Send((("ZRANGE", self._keys.journal, 0, -1),))
+        lacking = self._journal.lacking({text(name) for name in names})
+        if lacking is None:
+            raise Fenced(
                 f"Redis at {self._where} lost more of its last writes than this learner remembers: "
                 "restart the learner, which goes on from its last checkpoint"
             )
-        logger.warning("Redis at %s lost its last writes; telling it %d calls again", self._where, len(calls) - 1)
-        for entry, before, after in calls:
+        logger.warning("Redis at %s lost its last writes; telling it %d entries again", self._where, len(lacking))
+        told: list[str] = []
+        for entry in lacking:
             answer = "more"
             while answer == "more":
-                _, reply = yield Run(entry.name, (epoch, before, after, *entry.arguments))
+                known = " ".join(told[-SHOWN:])
+                _, reply = yield Run(entry.script, (epoch, known, entry.name, *entry.arguments))
                 answer = text(reply[0])
             if answer == "forgotten":
                 return  # and again: whoever asks finds that out
-            if answer != "over":  # of an ack that nobody waits for any more
+            if answer == "over":  # an ack that got no answer, of a lease that was over
+                self._journal.strike(entry.name)
+            else:
                 parse(reply, self._keys, self._where)
+                told.append(entry.name)
+        for name in told:
+            self._journal.hear(epoch, name)
 
     def _claim(
         self, epoch: int, version: int, shard: int, shards: int, deadline: float, timeout: float
     ) -> Steps[Claim]:
         """Wait until the server leases a whole batch."""
-        new_id = uuid.uuid4().hex if shard == 0 else ""  # whoever has shard 0 acks, and keeps the journal
+        entry = uuid.uuid4().hex if shard == 0 else ""  # whoever has shard 0 acks, and keeps the journal
         worker, forgot = b"", None
         while True:
             try:
-                answer, rest = yield from self._ask("lease", epoch, version, shards, new_id)
+                answer, rest = yield from self._ask("lease", epoch, entry, version, shards)
             except Forgotten as error:
                 answer, forgot = "wait", error  # another process of the gang will tell it
             else:
@@ -404,7 +406,10 @@ class Operations:
                 if answer == "ok":
                     claim = parse_claim(rest)
                     if shard == 0:
-                        self._journal.note(epoch, "hold", (version, claim.id, shards, *claim.listed()), int(rest[0]))
+                        self._journal.strike(_release(claim.id))  # which was not executed
+                        hold = (version, claim.id, shards, *claim.listed())
+                        self._journal.write(epoch, Entry(claim.entry, "hold", hold))
+                    self._journal.hear(epoch, claim.entry)
                     return claim
                 if answer == "again":
                     continue
@@ -420,12 +425,16 @@ class Operations:
     def _no_batch(self, version: int, shard: int, timeout: float, worker: str) -> Steps[WaitTimeout]:
         """Make the error of a lease that did not come in time."""
         stats = yield from self.stats()
-        if shard > 0 and stats.ready >= stats.limits.groups_per_batch:
-            waits = "this process of the gang waits for that with shard 0, which makes the lease"
-        else:
-            behind = f", the oldest running group is that of worker {worker}" if worker else ""
-            waits = f"the learner waits for the rollout workers{behind}"
+        behind = f", the oldest running group is that of worker {worker}" if worker else ""
+        waits = f"the learner waits for the rollout workers{behind}"
+        if shard > 0:
+            waits = "this process of the gang waits for that of shard 0 to make the lease, or to ask for it again"
         return WaitTimeout(
             f"no batch of {stats.limits.groups_per_batch} complete groups for version {version} after "
             f"{timeout:g} s; {waits}: {stats}"
         )
+
+
+def _release(lease: str) -> str:
+    """Name of the entry that releases a lease."""
+    return f"release:{lease}"

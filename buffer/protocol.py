@@ -189,27 +189,46 @@ class GroupInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimedGroup:
+    """A leased group.
+
+    Attributes:
+        shard: that it belongs to.
+        correction: see ``Lease.corrections``.
+        oldest_version: oldest version among its sampled tokens.
+        tokens: given and sampled, of all members.
+        weight: in the order ``priority``, as it is stored; empty for 1.
+        members: that it has.
+    """
+
+    shard: int
+    correction: float
+    oldest_version: int
+    tokens: int
+    weight: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A lease before its payloads are fetched.
 
     Attributes:
+        entry: of the journal, that made it what it is.
         id: of the lease.
-        members: of each group, in the order of the batch.
-        shards: of each group.
-        corrections: of each group.
+        groups: of the batch, in its order.
     """
 
+    entry: str
     id: str
-    members: dict[str, tuple[Member, ...]]
-    shards: dict[str, int]
-    corrections: dict[str, float]
+    groups: dict[str, ClaimedGroup]
 
     def listed(self) -> list[str | int]:
         """Its groups, as the script ``hold`` wants them."""
         listed: list[str | int] = []
-        for group, members in self.members.items():
-            listed += [group, self.shards[group], len(members)]
-            for member in members:
+        for name, group in self.groups.items():
+            listed += [name, group.shard, group.oldest_version, group.tokens, group.weight, len(group.members)]
+            for member in group.members:
                 listed += [member.index, f"{member.bytes}:{member.nonce}"]
         return listed
 
@@ -239,8 +258,8 @@ def parse(reply: list[Any], keys: Keys, where: str) -> tuple[str, list[Any]]:
             raise not_open(keys, where)
         case "forgotten":
             raise Forgotten(
-                f"Redis at {where} lost its last writes, some of this learner's (it is at epoch {reply[1]}), and the "
-                "process that began the epoch has not told it again: restart the learner"
+                f"Redis at {where} lost its last writes, some of this learner's (it is at epoch {reply[1]}): "
+                "wait until the process that began the epoch tells it again, at its next call"
             )
         case "fenced":
             raise Fenced(
@@ -269,7 +288,7 @@ def parse(reply: list[Any], keys: Keys, where: str) -> tuple[str, list[Any]]:
             )
         case "incomplete":
             raise BufferError(
-                f"{reply[1]} groups of this lease were condemned and are not made up for yet: "
+                "groups of this lease were condemned, and it has not been asked for again since: "
                 "ack when every process of the gang has its shard"
             )
         case "leased":
@@ -288,13 +307,12 @@ def parse_slot(group: str, rest: Sequence[Any]) -> Slot:
 
 
 def parse_claim(rest: Sequence[Any]) -> Claim:
-    """Read the reply of ``lease``, the number of its entry first."""
-    claim = Claim(id=text(rest[1]), members={}, shards={}, corrections={})
-    for name, shard, correction, *members in rest[2:]:
-        group = text(name)
-        claim.members[group] = _parse_members(members)
-        claim.shards[group] = int(shard)
-        claim.corrections[group] = float(correction)
+    """Read the reply of ``lease``."""
+    claim = Claim(entry=text(rest[0]), id=text(rest[1]), groups={})
+    for name, shard, correction, oldest, tokens, weight, *members in rest[2:]:
+        claim.groups[text(name)] = ClaimedGroup(
+            int(shard), float(correction), int(oldest), int(tokens), text(weight), _parse_members(members)
+        )
     return claim
 
 

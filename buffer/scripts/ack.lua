@@ -8,9 +8,8 @@ if refused then
   return refused
 end
 local id, version = ARGV[5], tonumber(ARGV[6])
-local closed = prefix .. 'closed'
-if redis.call('LPOS', closed, id) then
-  return {'ok', entry()}
+if is_done() then
+  return {'ok'}
 end
 local stored = redis.call('HGET', leases, ARGV[4])
 local record = stored and cjson.decode(stored) or {}
@@ -21,8 +20,8 @@ local groups, size = redis.call('ZRANGEBYSCORE', leased, ARGV[4], ARGV[4]), 0
 for _, of_shard in ipairs(record.counts) do
   size = size + of_shard
 end
-if #groups < size then
-  return {'incomplete', size - #groups}
+if #groups < size or record.condemned then
+  return {'incomplete'}
 end
 redis.call('HDEL', leases, ARGV[4])
 
@@ -54,6 +53,5 @@ raise_version(version, true)
 for _, group in ipairs(redis.call('ZRANGEBYSCORE', kept, '-inf', '(' .. oldest_fresh, 'LIMIT', 0, SWEEP + #groups)) do
   drop_payloads(group)
 end
-redis.call('LPUSH', closed, id)
-redis.call('LTRIM', closed, 0, 255)
-return {'ok', entry()}
+enter()
+return {'ok'}

@@ -6,4 +6,5 @@ if refused then
   return refused
 end
 raise_version(tonumber(ARGV[4]), true)
-return {'ok', entry()}
+enter()
+return {'ok'}

@@ -7,4 +7,5 @@ if refused then
   return refused
 end
 raise_version(tonumber(ARGV[4]), false)
-return {'ok', entry()}
+enter()
+return {'ok'}

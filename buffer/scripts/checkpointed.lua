@@ -1,6 +1,6 @@
 -- checkpointed: a checkpoint is durable that holds the weights of this version.
 -- Invariant: a group is forgotten only when every use of it is in a durable checkpoint. Idempotent and fenced; one
--- chunk per call, the answer is how many uses it had. It is no entry of the journal: the next one says it all again.
+-- chunk per call, the answer is how many uses it had. It is no entry: the next one says it all again.
 -- ARGV: epoch, known, ''; version
 local refused = refuse()
 if refused then
@@ -15,4 +15,4 @@ for _, use in ipairs(saved) do
     forget(group, 'acked')
   end
 end
-return {#saved == SWEEP and 'more' or 'ok', number('journal'), #saved}
+return {#saved == SWEEP and 'more' or 'ok', #saved}

@@ -4,13 +4,13 @@
 -- learner passes. A lease has exactly groups_per_batch groups, or as many as tokens_per_batch allows, or does not
 -- happen; the same (epoch, version) is the same batch, and not judged again. A group that was condemned since is made up
 -- for in the shard that it was in; under tokens_per_batch the batch is smaller by it. Only the process of a gang that
--- will ack it makes a lease; the others wait for it.
--- ARGV: epoch, known, ''; version, number of shards, id for a new lease ('' = only one that is there)
+-- will ack it makes a lease, and makes up for what was condemned; for the others, whose entry is '', it is there or not.
+-- ARGV: epoch, known, entry; version, number of shards
 local refused = refuse()
 if refused then
   return refused
 end
-local version, shards, new_id = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
+local leads, version, shards = ARGV[3] ~= '', tonumber(ARGV[4]), tonumber(ARGV[5])
 if version < number('version') then
   return {'old', number('version')}
 end
@@ -112,13 +112,13 @@ end
 for _, groups in ipairs(record.counts) do
   size = size + groups
 end
-if size == 0 and new_id ~= '' then
+if size == 0 and leads then
   record = {counts = {}} -- of a batch that was cut by tokens, every group was condemned
 end
-if not record.id and new_id == '' then
+if not leads and (not record.id or record.condemned) then
   return wait()
 end
-local held, need, last = redis.call('ZRANGEBYSCORE', leased, version, version), limits.groups_per_batch, number('journal')
+local held, need = redis.call('ZRANGEBYSCORE', leased, version, version), limits.groups_per_batch
 if record.id then
   need = size - #held
 end
@@ -137,14 +137,14 @@ if need > 0 then
   for _, group in ipairs(picked) do
     held[#held + 1] = group
   end
-  if not record.id then
-    record.id = new_id
-    redis.call('HSET', leases, version, cjson.encode(record))
-    for _ = 2, shards do
-      wake('lease', shards) -- the other processes of the gang wait for it
-    end
+end
+if need > 0 or record.condemned then
+  record.id, record.entry, record.condemned = record.id or ARGV[3], ARGV[3], nil
+  redis.call('HSET', leases, version, cjson.encode(record))
+  enter()
+  for _ = 2, shards do
+    wake('lease', shards) -- the other processes of the gang wait for it
   end
-  last = entry()
 end
 
 local places = {}
@@ -152,9 +152,10 @@ for _, group in ipairs(held) do
   places[group] = tonumber(redis.call('HGET', group_key(group), 'place'))
 end
 table.sort(held, function(a, b) return places[a] < places[b] end)
-local batch = {'ok', last, record.id}
+local batch = {'ok', record.entry, record.id}
 for position, group in ipairs(held) do
-  local about = redis.call('HMGET', group_key(group), 'shard', 'correction')
-  batch[position + 3] = {group, about[1], about[2] or '1', unpack(members_of(group))}
+  local of_shard, correction, oldest, tokens, weight =
+    unpack(redis.call('HMGET', group_key(group), 'shard', 'correction', 'oldest', 'tokens', 'weight'))
+  batch[position + 3] = {group, of_shard, correction or '1', oldest, tokens, weight or '', unpack(members_of(group))}
 end
 return batch

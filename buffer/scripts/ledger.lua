@@ -4,7 +4,7 @@
 --   counter reserved = acked + stale + expired + abandoned + quarantined + lost + groups outstanding.
 --
 -- KEYS[1] is the run's control hash; all other keys share its hash tag and so its cluster slot:
---   control      hash   format, version, announced, epoch, holder, begun, journal, tickets, cursor, bytes, group_bytes, horizon,
+--   control      hash   format, version, announced, epoch, holder, entries, tickets, cursor, bytes, group_bytes, horizon,
 --                       payload_instances, clock, set_back and the limits
 --   counters     hash   what became of groups
 --   reserved     zset   group -> deadline in milliseconds of the run's clock, see now()
@@ -12,8 +12,9 @@
 --   ready        zset   group -> place; the lowest places are leased first
 --   ready_versions, ready_births   zsets   the same groups -> oldest version, time of birth
 --   leased       zset   group -> version of the lease that holds it
---   leases       hash   version of a lease -> JSON {id, counts}; counts[k] = groups of its shard k - 1
---   closed       list   ids of the leases that were acked last
+--   leases       hash   version of a lease -> JSON {id, entry, counts, condemned}; counts[k] = groups of its shard k - 1;
+--                       condemned = groups were taken out since entry
+--   journal      zset   names of the learner's last entries in this epoch -> their order
 --   trained      zset   group:use -> version of the weights that came of that use, until a checkpoint holds them
 --   kept         zset   trained groups whose payloads are still here -> oldest version
 --   group:<g>    hash   task, ticket, place, size, worker, version, born, done, dropped, bytes, tokens, weight, oldest,
@@ -31,9 +32,11 @@ local control = KEYS[1]
 local prefix = string.sub(control, 1, -8)
 local reserved, running, leased = prefix .. 'reserved', prefix .. 'running', prefix .. 'leased'
 local ready, ready_versions, ready_births = prefix .. 'ready', prefix .. 'ready_versions', prefix .. 'ready_births'
-local leases, trained, kept = prefix .. 'leases', prefix .. 'trained', prefix .. 'kept'
+local leases, journal = prefix .. 'leases', prefix .. 'journal'
+local trained, kept = prefix .. 'trained', prefix .. 'kept'
 local SWEEP = 64 -- groups per sweep: a script must not hold the server for long
 local PAST_SECONDS = 300
+local JOURNAL = 1024 -- entries: more than any client keeps
 
 -- A server before 7.0 that is full refuses a script whose first write may take memory. This one changes nothing and
 -- takes none, so that every script runs; newer servers are told by a flag.
@@ -55,32 +58,39 @@ local function is_open()
   return limits.format ~= nil
 end
 
--- The calls of a learner are numbered: what it does is an entry of a journal that it keeps, see buffer/journal.py. So a
--- server that was killed, and forgot entries that were answered, finds that out before it does anything else. Such a call
--- begins with three arguments: the epoch; the last entry that the caller knows of; the entry that the server is at after
--- the call ('' = it is a new one). Only entries that are told again say that.
+-- What a learner changes is an entry of a journal that it keeps, see buffer/journal.py; here are the names of those that
+-- were executed. So a server that was killed, and forgot entries that were answered, finds that out before it does anything
+-- else. A call of a learner begins with three arguments: the epoch; names of the last entries that the caller knows to be
+-- here; the name of the entry that the call is, '' if it is none. An entry is executed once, however often it is sent.
 
 -- What a learner is told instead of an answer: the run is not open, another learner has taken over, or the server forgot.
 local function refuse()
   if not is_open() then
     return {'not_open'}
   end
-  local epoch, current, known = tonumber(ARGV[1]), number('epoch'), tonumber(ARGV[2])
-  if epoch > current or (epoch == current and known > number('journal')) then
-    return {'forgotten', current}
-  elseif epoch < current then
+  local epoch, current = tonumber(ARGV[1]), number('epoch')
+  if epoch < current then
     return {'fenced', current}
+  end
+  local is_forgotten = epoch > current
+  for entry in string.gmatch(ARGV[2], '%S+') do
+    is_forgotten = is_forgotten or not redis.call('ZSCORE', journal, entry)
+  end
+  if is_forgotten then
+    return {'forgotten', current}
   end
 end
 
--- Number of the entry that this call is.
-local function entry()
-  if ARGV[3] == '' then
-    return redis.call('HINCRBY', control, 'journal', 1)
+local function is_done()
+  return redis.call('ZSCORE', journal, ARGV[3]) ~= false
+end
+
+-- Note that the call's entry is executed.
+local function enter()
+  if ARGV[3] ~= '' then
+    redis.call('ZADD', journal, redis.call('HINCRBY', control, 'entries', 1), ARGV[3])
+    redis.call('ZREMRANGEBYRANK', journal, 0, -1 - JOURNAL)
   end
-  local last = math.max(number('journal'), tonumber(ARGV[3]))
-  redis.call('HSET', control, 'journal', last)
-  return last
 end
 
 -- The newest version that was announced, and, if samplers hold it, the policy version. Neither goes back.

@@ -9,7 +9,7 @@ end
 if instances and instances ~= ARGV[2] then
   return {'instances', instances}
 end
-for _, field in ipairs({'version', 'epoch', 'journal', 'tickets', 'cursor', 'bytes'}) do
+for _, field in ipairs({'version', 'epoch', 'entries', 'tickets', 'cursor', 'bytes'}) do
   redis.call('HSETNX', control, field, 0)
 end
 redis.call('HSETNX', control, 'announced', -1)

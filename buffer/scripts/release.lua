@@ -5,9 +5,13 @@ local refused = refuse()
 if refused then
   return refused
 end
+if is_done() then
+  return {'ok'}
+end
 local stored = redis.call('HGET', leases, ARGV[4])
 if stored and cjson.decode(stored).id == ARGV[5] then
   redeliver(redis.call('ZRANGEBYSCORE', leased, ARGV[4], ARGV[4]))
   redis.call('HDEL', leases, ARGV[4])
 end
-return {'ok', entry()}
+enter()
+return {'ok'}

@@ -8,6 +8,9 @@ local refused = refuse()
 if refused then
   return refused
 end
+if is_done() then
+  return {'ok', 0}
+end
 if redis.call('ZCARD', leased) > 0 then
   return {'leased', redis.call('ZCARD', leased)}
 end
@@ -31,6 +34,7 @@ for _, use in ipairs(later) do
   end
 end
 if #later == SWEEP then
-  return {'more', number('journal'), #later}
+  return {'more', #later}
 end
-return {'ok', entry(), #later}
+enter()
+return {'ok', #later}

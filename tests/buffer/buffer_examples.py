@@ -43,3 +43,13 @@ async def complete(workers, version=0, *, tokens=6):
     for index in range(slot.group_size):
         await workers.commit(trajectory(slot.group, index, version, task=slot.task, tokens=tokens))
     return slot
+
+
+def train(buffer, epoch, versions):
+    """Lease and ack a batch at each of ``versions``; return the groups of each."""
+    batches = []
+    for version in versions:
+        lease = buffer.lease(epoch, version, timeout=0)
+        batches.append(lease.group_ids)
+        buffer.ack(lease, version + 1)
+    return batches

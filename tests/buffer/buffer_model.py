@@ -85,6 +85,8 @@ class Record:
     id: str
     counts: list[int]
     """Groups of each shard, those included that were condemned and are going to be made up for."""
+    condemned: bool = False
+    """Groups were condemned since the process that leads the gang has asked for it."""
 
 
 class Model:
@@ -328,6 +330,8 @@ class Model:
     def _missing(self, version: int, *, leads: bool) -> int:
         """Groups that a lease for ``version`` lacks, having evicted what is too stale for it if it lacks any."""
         self.sweep()
+        if not leads:
+            return 0
         record = None if self.is_new(version, leads=leads) else self.leases[version]
         whole = sum(record.counts) if record else self.limits.groups_per_batch
         missing = whole - len(self.held(version))
@@ -370,6 +374,9 @@ class Model:
     def wait(self, version: int, *, leads: bool) -> None:
         """The server says that there is no whole batch for ``version``."""
         missing = self._missing(version, leads=leads)
+        if not leads:
+            assert version not in self.leases or self.leases[version].condemned, "a lease was not given"
+            return
         assert missing > 0, "a whole lease was not given again"
         assert self._next(missing) is None, "a whole batch was not leased"
 
@@ -400,12 +407,15 @@ class Model:
             assert max(bytes_of) - min(bytes_of) <= max(self.groups[name].bytes for name in batch)
         else:
             assert (lease, counts) == (record.id, record.counts), "a condemned group was not made up for in its shard"
+            assert leads or not record.condemned, "a lease was given that the process that acks does not know"
+            record.condemned = False
         return new
 
     def condemn(self, version: int, name: str, outcome: str) -> None:
         """The learner finds that a payload of a leased group is damaged or gone."""
         group = self.groups[name]
         assert (group.state, group.lease, group.damage) == (LEASED, version, outcome)
+        self.leases[version].condemned = True
         if self.limits.tokens_per_batch is not None:
             self.leases[version].counts[group.shard] -= 1
         if outcome == "quarantined":  # then all payloads of the group are moved away
@@ -422,7 +432,7 @@ class Model:
         record, names = self.leases.get(trained), self.held(trained)
         if record is None or record.id != lease:
             return "over", []
-        if len(names) < sum(record.counts):
+        if len(names) < sum(record.counts) or record.condemned:
             return "incomplete", []
         del self.leases[trained]
         self.acked.add(lease)

@@ -135,9 +135,8 @@ class Leader:
             return
         other = self._ask_follower(version, asked)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (
-            other["id"] != lease.id
-        ):  # Redis was killed between the two, and forgot the lease: asking again, it is told
+        # If Redis was killed between the two, it may have forgotten the lease. It is told when that is asked for again.
+        while other["id"] != lease.id:
             assert time.monotonic() < deadline, f"the gang's processes do not get the same lease of version {version}"
             lease = patiently(self._own_shard, version, PATIENCE_SECONDS)
             other = self._ask_follower(version, asked)

@@ -22,7 +22,18 @@ picks = st.integers(0, 7)
 
 _CALLS = ("produce", "lease", "lease", "ack", "release", "jump")
 
-_EVERYTHING = ("forget", "wait", "lease", "lease in turns", "ack", "ack after all", "jump", "all gone")
+_EVERYTHING = (
+    "forget",
+    "wait",
+    "lease",
+    "lease in turns",
+    "asked again",
+    "damage",
+    "ack",
+    "ack after all",
+    "jump",
+    "all gone",
+)
 """What must happen in a run of the test, or it shows less than it seems to."""
 
 
@@ -46,14 +57,21 @@ class Forgetting(RuleBasedStateMachine):
         groups=st.integers(1, 2),
         size=st.integers(1, 2),
         max_uses=st.integers(1, 2),
+        tokens=st.sampled_from([None, None, 12]),
         shards=st.integers(1, 2),
         idle=idle,
     )
-    def begin(self, max_staleness, groups, size, max_uses, shards, idle):
+    def begin(self, max_staleness, groups, size, max_uses, tokens, shards, idle):
         self.idle, self.shards = idle, shards
         self.limits = limits(
-            max_staleness=max_staleness, groups_per_batch=groups, group_size=size, max_uses=max_uses, max_attempts=9
+            max_staleness=max_staleness,
+            groups_per_batch=groups,
+            tokens_per_batch=tokens,
+            group_size=size,
+            max_uses=max_uses,
+            max_attempts=9,
         )
+        self.ever_trained = set()
         self.workers.open(self.limits)
         self._new_learner()
 
@@ -104,9 +122,7 @@ class Forgetting(RuleBasedStateMachine):
     def forget(self, pick):
         self._forget(pick % len(self.snapshots))
 
-    @rule(
-        calls=st.lists(st.sampled_from(["produce", "lease", "lease", "ack", "release", "jump"]), min_size=1, max_size=5)
-    )
+    @rule(calls=st.lists(st.sampled_from(_CALLS), min_size=1, max_size=5))
     def lapse(self, calls):
         """Forget the last few calls."""
         self._note_down()
@@ -150,6 +166,13 @@ class Forgetting(RuleBasedStateMachine):
         answers = self.workers.commit(*self.open_slots.pop(pick % len(self.open_slots)))
         assert set(answers) <= set(Commit)
 
+    @rule(pick=picks)
+    def damage(self, pick):
+        """Somebody deletes a payload."""
+        if not self.idle and (names := sorted(self.raw.keys(f"{self.prefix}payload:*"))):
+            self.raw.delete(names[pick % len(names)])
+            self.seen["damage"] += 1
+
     # -- the learner --
 
     def _check_knowledge(self):
@@ -162,6 +185,10 @@ class Forgetting(RuleBasedStateMachine):
         assert self._outcomes(ours) <= {None}, "what the learner holds was given up"
         trained = [group for lease, _ in self.acked for group in lease.batch]
         assert self._outcomes(trained) <= {None, b"acked"}, "what the learner has trained counts as something else"
+
+        past = {name.decode().rpartition(":")[2]: name for name in self.raw.keys(f"{self.prefix}past:*")}
+        others = [group for group in past if group not in self.ever_trained]
+        assert b"acked" not in self._outcomes(others), "a group counts as trained that was not"
 
     def _outcomes(self, groups):
         return set(self.raw.mget(f"{self.prefix}past:{group}" for group in groups)) if groups else set()
@@ -202,11 +229,13 @@ class Forgetting(RuleBasedStateMachine):
             return lease
         if forgets:
             self._forget(-1)
-        try:
-            other = self._follow(version)
-        except (WaitTimeout, Fenced):  # the lease was forgotten
-            lease = self.learner.lease(self.epoch, version, timeout=0, shards=2)
-            other = self._follow(version)
+        while True:
+            try:
+                other = self._follow(version)
+                break
+            except (WaitTimeout, Fenced):  # the lease was forgotten, or a group is to be made up for
+                self.seen["asked again"] += 1
+                lease = self.learner.lease(self.epoch, version, timeout=0, shards=2)
         assert (other.id, other.batch.keys()) == (lease.id, lease.batch.keys())
         assert sorted([*lease.group_ids, *other.group_ids]) == sorted(lease.batch)
         assert all(len(group) == self.limits.group_size for group in other.groups)
@@ -244,6 +273,7 @@ class Forgetting(RuleBasedStateMachine):
     def _ack(self, lease, version):
         self.learner.ack(lease, version)
         self.version = max(self.version, version)
+        self.ever_trained |= lease.batch.keys()
         self.uses.update(lease.batch)
         self.acked.append((lease, version))
         if not self.unanswered:

@@ -193,9 +193,11 @@ def test_a_bad_group_is_made_up_for_in_its_own_shard(buffer, workers, call, raw,
     before = [buffer.lease(epoch, 0, timeout=0, shard=shard, shards=2).group_ids for shard in range(2)]
     victim = before[1][0]
     raw.delete(*raw.keys(f"{{headrace:{run}}}:payload:{victim}:*"))
-    after = [buffer.lease(epoch, 0, timeout=0, shard=shard, shards=2) for shard in (1, 0)]
-    assert set(after[0].group_ids) == {before[1][1], slots[4].group}
-    assert after[1].group_ids == before[0]
+    with pytest.raises(WaitTimeout, match="waits for that of shard 0 to make the lease, or to ask for it again"):
+        buffer.lease(epoch, 0, timeout=0, shard=1, shards=2)
+    after = [buffer.lease(epoch, 0, timeout=0, shard=shard, shards=2) for shard in range(2)]
+    assert set(after[1].group_ids) == {before[1][1], slots[4].group}
+    assert after[0].group_ids == before[0]
     buffer.ack(after[0], 1)
     assert buffer.stats().counters["acked"] == 4
 
@@ -210,7 +212,7 @@ def test_an_ack_before_every_shard_is_whole_is_refused(buffer, workers, call, ra
     raw.delete(*raw.keys(f"{{headrace:{run}}}:payload:{victim}:*"))
     with pytest.raises(WaitTimeout):
         buffer.lease(epoch, 0, timeout=0, shard=1, shards=2)
-    with pytest.raises(BufferError, match="1 groups of this lease were condemned"):
+    with pytest.raises(BufferError, match="groups of this lease were condemned"):
         buffer.ack(first, 1)
     assert buffer.stats().counters["acked"] == 0
 

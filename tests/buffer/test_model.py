@@ -57,7 +57,7 @@ _runs = itertools.count()
 
 _KNOWN = {
     *("control", "counters", "reserved", "running", "ready", "ready_versions", "ready_births", "leased", "leases"),
-    *("closed", "trained", "kept", "retry", "attempts", "wake:ready", "wake:slots", "wake:lease"),
+    *("journal", "trained", "kept", "retry", "attempts", "wake:ready", "wake:slots", "wake:lease"),
     *("quarantine", "garbage"),
 }
 """Keys of a run that belong to no group."""
@@ -147,22 +147,23 @@ class Protocol(RuleBasedStateMachine):
         assert request.name != "hold", "nothing was forgotten, but the learner reminds the server"
         answer, rest = text(reply[1][0]), reply[1][1:]
         if request.name == "lease" and answer == "ok":
-            _, _, _, version, shards, new_id = request.arguments
+            _, _, entry, version, shards = request.arguments
             claim = parse_claim(rest)
-            is_new, (ready, in_turn) = self.model.is_new(version, leads=bool(new_id)), self._ready()
-            new = self.model.claim(version, claim.id, shards, claim.shards, leads=bool(new_id))
+            is_new, (ready, in_turn) = self.model.is_new(version, leads=bool(entry)), self._ready()
+            batch = {name: group.shard for name, group in claim.groups.items()}
+            new = self.model.claim(version, claim.id, shards, batch, leads=bool(entry))
             self.seen["look ahead"] += bool(new) and in_turn < ready
             self.seen["made up for"] += bool(new) and not is_new
             self.seen["lease again"] += not new
             self.seen["lease cut by tokens"] += is_new and len(new) < self.model.limits.groups_per_batch
             self.seen["replay"] += any(self.model.groups[name].uses for name in new)
-            corrections = list(claim.corrections.values())
+            corrections = [group.correction for group in claim.groups.values()]
             assert min(corrections, default=1) > 0
             if self.model.limits.order is not Order.PRIORITY or (is_new and len(new) == ready):
                 assert corrections == pytest.approx([1] * len(corrections))
         elif request.name == "lease" and answer == "wait":
-            _, _, _, version, _, new_id = request.arguments
-            self.model.wait(version, leads=bool(new_id))
+            _, _, entry, version, _ = request.arguments
+            self.model.wait(version, leads=bool(entry))
             self.seen["no batch"] += 1
             ready, in_turn = self._ready()
             self.seen["look ahead"] += in_turn < ready
@@ -424,12 +425,18 @@ class Protocol(RuleBasedStateMachine):
         is_new = version not in model.leases
         parts = []
         try:
-            for shard in range(shards):
-                parts.append(self.gang[shard % 2].lease(model.epoch, version, timeout=0, shard=shard, shards=shards))
+            while len(parts) < shards:
+                try:
+                    parts.append(self._lease_shard(version, len(parts), shards))
+                except WaitTimeout:
+                    if not parts:
+                        raise
+                    assert model.leases[version].condemned
+                    self._ack(parts[0], version + 1)
+                    parts = [self._lease_shard(version, 0, shards)]  # the first makes up for what was condemned
         except WaitTimeout as wait:
             assert f"for version {version}" in str(wait)
-            if parts:  # a damaged group of a later shard could not be made up for
-                self._ack(parts[0], version + 1)
+            parts = []
         else:
             self.seen["lease of shards" if shards > 1 else "lease"] += 1
             if all(part.id == parts[-1].id for part in parts):
@@ -438,6 +445,9 @@ class Protocol(RuleBasedStateMachine):
             self.leases.append(parts[0])
             return parts[0]
         return None
+
+    def _lease_shard(self, version, shard, shards):
+        return self.gang[shard % 2].lease(self.model.epoch, version, timeout=0, shard=shard, shards=shards)
 
     def _check_shards(self, parts, is_new):
         """Disjoint, together the batch, and each of them what was committed."""
@@ -471,7 +481,7 @@ class Protocol(RuleBasedStateMachine):
                 with pytest.raises(Fenced):
                     self.gang[0].ack(lease, version)
             case "incomplete":
-                with pytest.raises(BufferError, match="not made up for yet"):
+                with pytest.raises(BufferError, match="has not been asked for again since"):
                     self.gang[0].ack(lease, version)
             case _:
                 self.gang[0].ack(lease, version)
