@@ -212,6 +212,8 @@ class MeshConfig(Section):
     """Devices that hold the same parameters and different rows."""
     fsdp: Count = 1
     """Devices that parameters and optimizer state are spread over; rows are, too."""
+    tensor: Count = 1
+    """Devices that share the heads, the feed-forward channels and the vocabulary of every layer."""
 
 
 class OptimizerConfig(Section):
@@ -250,8 +252,11 @@ class LearnerConfig(Section):
     """The optimizer of reinforcement learning."""
     cpus: Cpus = 1.0
     """CPUs that Ray sets aside for the learner; on a CPU it runs on that many threads, at least one."""
-    remat: bool = False
-    """Whether the backward pass computes each layer's activations again instead of keeping them."""
+    remat: Literal["none", "dots", "full", "offload"] = "none"
+    """What the backward pass computes again to save memory: nothing, all but matrix products, whole layers, or whole
+    layers with what enters them kept in the host's memory."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of matrix products and activations; parameters, moments and log-probabilities are float32 in any case."""
     checkpoint_every_steps: Count = 50
     """Steps from one checkpoint to the next."""
     checkpoints_kept: Count = 2

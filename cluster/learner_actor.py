@@ -191,6 +191,7 @@ class LearnerActor:
             objective,
             temperature=temperature,
             remat=settings.remat,
+            dtype=settings.precision,
         )
 
     def _started(self) -> Learner:

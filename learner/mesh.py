@@ -1,8 +1,14 @@
 """The device mesh, and where each array lives on it.
 
-Rows are split over ``data`` and ``fsdp`` together. Every weight is split over ``fsdp`` along
-its hidden axis H, which all of them share; norms are small and live everywhere whole.
-Optimizer moments live where their weights do.
+A weight's name says its axes, and an axis where it is split:
+
+* over ``fsdp``: H, the hidden axis that all of them share. It is gathered again one layer at a time (ZeRO-3:
+  Rajbhandari et al. 2020).
+* over ``tensor``: query heads N, key/value heads K, feed-forward channels F and the vocabulary V. They stay split
+  (Megatron: Shoeybi et al. 2019).
+
+Norms are small and live everywhere whole. Optimizer moments live where their weights do. Rows of a micro-batch are
+split over ``data`` and ``fsdp`` together, and are the same on every device of a ``tensor`` axis.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,6 +31,8 @@ ROWS = PartitionSpec((DATA, FSDP))
 WHOLE = PartitionSpec()
 """How what every device holds is split: not at all."""
 
+_AXES = {"H": FSDP, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
+
 
 class MeshError(ValueError):
     """The mesh does not fit the devices or the model; the message names both numbers."""
@@ -32,27 +41,33 @@ class MeshError(ValueError):
 def make_mesh(
     config: ModelConfig, *, data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh with axes ``data``, ``fsdp`` and ``tensor``.
+    """A mesh with axes ``data``, ``fsdp`` and ``tensor``; neighbours on the last are nearest to each other.
 
     Args:
         config: the model whose weights are to be split.
         data: replicas of the weights.
-        fsdp: devices that share one replica of the weights.
-        tensor: must be 1.
+        fsdp: devices, times ``tensor``, that share one replica of the weights.
+        tensor: devices that share the heads, the feed-forward channels and the vocabulary.
         devices: the devices to use; all by default.
 
     Raises:
-        MeshError: too few devices, a tensor axis, or a hidden size that cannot be split.
+        MeshError: too few devices, or a model that cannot be split like this.
     """
     devices = jax.devices() if devices is None else devices
-    if tensor != 1:
-        raise MeshError(f"mesh axis tensor is {tensor}; only 1 is supported: use fsdp to split the weights")
     size = math.prod((data, fsdp, tensor))
     if size > len(devices):
         raise MeshError(f"mesh {data}x{fsdp}x{tensor} needs {size} devices; {len(devices)} exist: make it smaller")
+    check_mesh(config, fsdp=fsdp, tensor=tensor)
+    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), (DATA, FSDP, TENSOR))
+
+
+def check_mesh(config: ModelConfig, *, fsdp: int, tensor: int) -> None:
+    """Raise ``MeshError`` where the model cannot be split like this."""
     if config.hidden_size % fsdp:
         raise MeshError(f"hidden_size={config.hidden_size} cannot be split over fsdp={fsdp}; use a divisor of it")
-    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), (DATA, FSDP, TENSOR))
+    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % tensor:
+            raise MeshError(f"{name}={getattr(config, name)} cannot be split over tensor={tensor}; use a divisor of it")
 
 
 def partition(tree: Any) -> Any:
@@ -65,27 +80,25 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition(tree))
 
 
-def gather(weights: Any) -> Any:
-    """Make weights whole inside ``shard_map``; its transpose scatters their gradients back."""
+def gather(weights: Any, dtype: jnp.dtype) -> Any:
+    """Make weights whole over ``fsdp`` inside ``shard_map``, as ``dtype``; its transpose scatters their gradients back.
+
+    What is not split over ``fsdp`` (norms, biases) stays as it is.
+    """
 
     def whole(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        axis = _hidden_axis(parameter_path(path), leaf.ndim)
-        return leaf if axis is None else jax.lax.all_gather(leaf, FSDP, axis=axis, tiled=True)
+        spec = _spec(parameter_path(path), leaf.ndim)
+        if FSDP not in spec:
+            return leaf
+        return jax.lax.all_gather(leaf.astype(dtype), FSDP, axis=spec.index(FSDP), tiled=True)
 
     return jax.tree.map_with_path(whole, weights)
 
 
 def _spec(path: tuple[str, ...], ndim: int) -> PartitionSpec:
-    axis = _hidden_axis(path, ndim)
-    return WHOLE if axis is None else PartitionSpec(*[None] * axis, FSDP)
-
-
-def _hidden_axis(path: tuple[str, ...], ndim: int) -> int | None:
-    """The axis to split: H in the name of the weight (``o_NDH``); none for norms and counters.
-
-    Stacked layers have one more axis than the name says, in front.
-    """
-    axes = path[-1].rpartition("_")[2] if path else ""
-    if "H" not in axes:
-        return None
-    return ndim - len(axes) + axes.index("H")
+    """Where each axis is split; stacked layers have one more axis than the name says, in front."""
+    axes = path[-1].rpartition("_")[2] if path and "_" in path[-1] else ""
+    split = [_AXES.get(axis) for axis in axes]
+    if not any(split) or len(axes) > ndim:
+        return WHOLE
+    return PartitionSpec(*[None] * (ndim - len(axes)), *split)

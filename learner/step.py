@@ -20,10 +20,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from learner.mesh import DATA, FSDP, ROWS, WHOLE, gather, partition, shardings
-from learner.models.attention import attend_packed
+from learner.mesh import DATA, FSDP, ROWS, TENSOR, WHOLE, gather, partition, shardings
+from learner.models.attention import KERNELS, Kernel
 from learner.models.config import ModelConfig
-from learner.models.decoder import Parallel
+from learner.models.decoder import Parallel, Remat
 from learner.models.logprobs import TokenScores, token_scores
 from learner.models.weights import abstract_model
 from learner.objectives import Objective, Terms
@@ -60,12 +60,29 @@ class TrainStep:
         objective: Objective,
         *,
         temperature: float,
-        remat: bool,
+        remat: Remat = "none",
+        dtype: Any = jnp.float32,
+        kernel: Kernel = "xla",
     ) -> None:
+        """Make a step; nothing is compiled.
+
+        Args:
+            config: the model.
+            mesh: devices, see ``learner.mesh``.
+            ladder: shapes of micro-batches.
+            optimizer: how gradients become updates.
+            objective: what is maximised.
+            temperature: of the sampler.
+            remat: what the backward pass computes again.
+            dtype: of matrix products and activations. Parameters, moments, norms, scores of attention,
+                log-probabilities and gradients between micro-batches are float32.
+            kernel: of attention; ``splash`` for TPUs, whose rows are multiples of 128 long.
+        """
         self._graph, self._abstract_params = abstract_model(config)
         self._mesh, self._ladder = mesh, ladder
         self._optimizer, self._objective = optimizer, objective
-        self._temperature, self._remat = temperature, remat
+        self._temperature, self._remat, self._dtype = temperature, remat, jnp.dtype(dtype)
+        self._kernel: Kernel = kernel
         self._split = shardings(mesh, self._abstract_params)
         self._whole, self._by_rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
         self._zeros = self._jit_zeros()
@@ -146,13 +163,12 @@ class TrainStep:
 
     def _local_scores(self, params: nnx.State, rows: Rows) -> TokenScores:
         """Scores of this device's rows; runs under ``shard_map``."""
+        whole = partial(gather, dtype=self._dtype)
+        tensor = TENSOR if self._mesh.shape[TENSOR] > 1 else None
         outer = nnx.State({name: part for name, part in params.items() if name != "layers"})
-        whole = nnx.State({**gather(outer), "layers": params["layers"]})
-        model = nnx.merge(self._graph, whole)
-        attend = attend_packed(rows.segments)
-        hidden_RTH, _ = model(
-            rows.tokens, rows.positions, attend, parallel=Parallel(gather), remat="full" if self._remat else "none"
-        )
+        model = nnx.merge(self._graph, nnx.State({**whole(outer), "layers": params["layers"]}))
+        attend = KERNELS[self._kernel](rows.segments)
+        hidden_RTH, _ = model(rows.tokens, rows.positions, attend, parallel=Parallel(whole, tensor), remat=self._remat)
         hidden_MH = hidden_RTH.reshape(-1, hidden_RTH.shape[-1])
         scores_M = token_scores(
             hidden_MH,
@@ -160,6 +176,7 @@ class TrainStep:
             rows.targets.reshape(-1),
             temperature=self._temperature,
             softcap=model.config.final_logit_softcapping,
+            tensor=tensor,
         )
         return jax.tree.map(lambda x_M: x_M.reshape(rows.targets.shape), scores_M)
 

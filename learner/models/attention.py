@@ -1,4 +1,4 @@
-"""What a token attends to: softmax attention over packed rows.
+"""What a token attends to: softmax attention over packed rows, as XLA compiles it and as a TPU kernel.
 
 Axes: R = rows, T = tokens of a row, C = tokens that are attended to, N = query heads, K = key/value heads, G = N/K,
 D = head dim.
@@ -6,10 +6,12 @@ D = head dim.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 _MASKED = -1e30
 """Score of a masked pair; finite, so that a row with nothing to attend to stays finite."""
@@ -17,6 +19,10 @@ _MASKED = -1e30
 _SHORTEST_BLOCK = 64
 _MOST_BLOCKS = 8
 """Blocks of queries in packed attention: each is unrolled, so their number bounds the program's size."""
+
+
+_LANES = 128
+"""Width of a TPU's vectors."""
 
 
 class Reach(NamedTuple):
@@ -87,3 +93,58 @@ def attend_packed(segments_RT: jax.Array) -> Attend:
         return jnp.concatenate(mixed, axis=1), cache
 
     return attend
+
+
+def attend_splash(segments_RT: jax.Array, *, interpret: bool = False) -> Attend:
+    """The same as :func:`attend_packed` in one kernel: JAX's "splash" kernel for TPUs.
+
+    FlashAttention (Dao et al. 2022) over the blocks that a mask leaves: scores never leave the chip.
+
+    Args:
+        segments_RT: int32; T is a multiple of 128.
+        interpret: run the kernel step by step on any device, for tests.
+    """
+    length = segments_RT.shape[1]
+    if length % _LANES:
+        raise ValueError(f"a row has {length} tokens; the splash kernel needs a multiple of {_LANES}")
+    block = next(size for size in (512, 256, _LANES) if length % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    segments = splash.SegmentIds(segments_RT, segments_RT)
+
+    def attend(
+        q_RTND: jax.Array, k_RTKD: jax.Array, v_RTKD: jax.Array, cache: Any, reach: Reach
+    ) -> tuple[jax.Array, Any]:
+        rows, _, heads, head = q_RTND.shape
+        kv_heads = k_RTKD.shape[2]
+        square = (length, length)
+        one = splash.CausalMask(square) if reach.window is None else splash.LocalMask(square, (reach.window - 1, 0), 0)
+        kernel = splash.make_splash_mqa_single_device(
+            splash.MultiHeadMask([one] * (heads // kv_heads)),
+            block_sizes=sizes,
+            attn_logits_soft_cap=reach.softcap,
+            interpret=interpret,
+        )
+        lanes = (0, -head % _LANES)  # the kernel wants heads as wide as the chip's vectors
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), lanes)) for x in (q_RTND, k_RTKD, v_RTKD))
+        q_RKGTD = q.reshape(rows, length, kv_heads, heads // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+        by_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+        mixed_RKGTD = jax.vmap(by_head)(q_RKGTD, k.swapaxes(1, 2), v.swapaxes(1, 2), segments)
+        mixed_RTND = mixed_RKGTD.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, -1)
+        return mixed_RTND[..., :head].astype(q_RTND.dtype), cache
+
+    return attend
+
+
+type Kernel = Literal["xla", "splash"]
+
+KERNELS: dict[Kernel, Callable[[jax.Array], Attend]] = {"xla": attend_packed, "splash": attend_splash}
+"""int32 segments[R, T] → attention within them, by name."""

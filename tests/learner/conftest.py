@@ -66,11 +66,9 @@ def optimizer() -> Optimizer:
 @pytest.fixture(scope="session")
 def make_step(model: ModelConfig, ladder: Ladder, optimizer: Optimizer) -> MakeStep:
     @cache  # what one test compiled, the next may use
-    def make(
-        objective: Objective = PPO, *, ladder: Ladder = ladder, temperature: float = 1.0, remat: bool = False
-    ) -> TrainStep:
+    def make(objective: Objective = PPO, *, ladder: Ladder = ladder, temperature: float = 1.0, **options) -> TrainStep:
         mesh = make_mesh(model, data=1, fsdp=1, devices=jax.devices()[:1])
-        return TrainStep(model, mesh, ladder, optimizer, objective, temperature=temperature, remat=remat)
+        return TrainStep(model, mesh, ladder, optimizer, objective, temperature=temperature, **options)
 
     return make
 

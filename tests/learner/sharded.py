@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from learner.mesh import make_mesh
+from learner.models.attention import Reach, attend_packed, attend_splash
 from learner.models.config import ModelConfig
+from learner.models.decoder import Remat
 from learner.models.weights import initial_params
 from learner.objectives import ppo_clip
 from learner.optimizer import make_optimizer
@@ -16,7 +22,7 @@ from learner.packing import Example, Ladder, pack
 from learner.step import TrainStep
 
 MODEL = ModelConfig(
-    vocab_size=23,
+    vocab_size=24,
     hidden_size=16,
     intermediate_size=24,
     num_hidden_layers=2,
@@ -26,6 +32,18 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=False,
 )
+GEMMA = replace(
+    MODEL,
+    model_type="gemma3_text",
+    hidden_act="gelu_pytorch_tanh",
+    num_hidden_layers=3,
+    sliding_layers=(True, True, False),
+    sliding_window=6,
+    rope_local_base_freq=1000.0,
+    final_logit_softcapping=20.0,
+    tie_word_embeddings=True,
+)
+QWEN2 = replace(MODEL, model_type="qwen2")
 LADDER = Ladder(((8, 32),))
 OPTIMIZER = make_optimizer(
     learning_rate=1e-2,
@@ -48,52 +66,88 @@ def examples() -> list[Example]:
         mask = rng.random(size) < 0.5
         mask[0] = False
         logprobs = np.where(mask, rng.normal(-3.1, 0.2, size), 0.0).astype(np.float32)
-        tokens = rng.integers(0, 23, size, dtype=np.int32)
+        tokens = rng.integers(0, 24, size, dtype=np.int32)
         made.append(Example(tokens, mask, logprobs, np.zeros(size, np.int32), rng.normal(size=size).astype(np.float32)))
     return made
 
 
-def train(data: int, fsdp: int):
-    """Gradient and summary of the first batch, and the parameters after three steps."""
-    mesh = make_mesh(MODEL, data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
+def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = "none"):
+    """Gradient and summary of the first batch, and the parameters after five steps."""
+    devices = jax.devices()[: data * fsdp * tensor]
     step = TrainStep(
-        MODEL,
-        mesh,
+        model,
+        make_mesh(model, data=data, fsdp=fsdp, tensor=tensor, devices=devices),
         LADDER,
         OPTIMIZER,
         lambda *given: ppo_clip(*given, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0),
         temperature=0.9,
-        remat=False,
+        remat=remat,
     )
-    state = step.initialise(initial_params(MODEL, seed=1))
-    if fsdp > 1:
-        weight = state.params["layers"]["attention"]["q_HND"]
-        assert weight[...].addressable_shards[0].data.shape[1] == MODEL.hidden_size // fsdp, "weights are not split"
+    state = step.initialise(initial_params(model, seed=1))
+    local = state.params["layers"]["attention"]["q_HND"][...].addressable_shards[0].data.shape
+    assert local[1:3] == (model.hidden_size // fsdp, model.num_attention_heads // tensor), "weights are not split"
     batch = [step.put(rows) for rows in pack(examples(), LADDER)]
     first = jax.device_get(step.gradients(state.params, batch, 0))
     metrics = []
-    for _ in range(3):
+    for _ in range(5):
         state, scalars = step(state, batch, 0)
         metrics.append(jax.device_get(scalars))
     return first, metrics, jax.device_get(state.params)
 
 
+def compare(name: str, found, reference) -> None:
+    """Raise where two trainings differ by more than round-off."""
+    (gradient, summary), metrics, params = reference
+    (other_gradient, other_summary), other_metrics, other_params = found
+    for what, ours, theirs, tolerance in (
+        ("gradient", other_gradient, gradient, 1e-6),
+        ("summary", other_summary, summary, 1e-5),
+        ("metrics", other_metrics, metrics, 1e-5),
+        ("parameters", other_params, params, 2e-4),  # of 5e-2: Adam enlarges rounding of tiny gradients
+    ):
+        for (path, mine), expected in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+            where = f"{name} {what} {jax.tree_util.keystr(path)}"
+            np.testing.assert_allclose(mine, expected, atol=tolerance, rtol=2e-5, err_msg=where)
+    print(f"{name} equal", flush=True)
+
+
+def check_kernel() -> None:
+    """Gradients of the kernel, taken outside ``shard_map`` over rows and heads, are those of plain attention."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(8, 128, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    segments = np.sort(rng.integers(0, 4, (8, 128)), axis=1).astype(np.int32)
+    weight = rng.normal(size=q.shape).astype(np.float32)
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("rows", "tensor"))
+    heads, rows = PartitionSpec("rows", None, "tensor"), PartitionSpec("rows")
+
+    def loss(make, q, k, v, segments, weight):
+        return jnp.sum(make(segments)(q, k, v, None, Reach(window=50))[0] * weight)
+
+    def sharded(q, k, v):
+        def local(*args):
+            return jax.lax.psum(loss(partial(attend_splash, interpret=True), *args), ("rows", "tensor"))
+
+        specs = (heads, heads, heads, rows, heads)
+        total = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        return total(q, k, v, segments, weight)
+
+    expected = jax.jit(jax.value_and_grad(partial(loss, attend_packed), (0, 1, 2)))(q, k, v, segments, weight)
+    found = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))(q, k, v)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-4, rtol=1e-5)
+    print("kernel equal", flush=True)
+
+
 def main() -> None:
     """Compare every mesh with one device; exits with a message where they differ."""
     assert len(jax.devices()) == 8, jax.devices()
-    (gradient, summary), metrics, params = train(1, 1)
-    for data, fsdp in ((8, 1), (4, 2), (2, 4)):
-        (other_gradient, other_summary), other_metrics, other_params = train(data, fsdp)
-        for name, ours, theirs, tolerance in (
-            ("gradient", other_gradient, gradient, 1e-6),
-            ("summary", other_summary, summary, 1e-5),
-            ("metrics", other_metrics, metrics, 1e-5),
-            ("parameters", other_params, params, 1e-4),  # of 3e-2: Adam enlarges rounding of tiny gradients
-        ):
-            for (path, mine), expected in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
-                where = f"{data}x{fsdp} {name} {jax.tree_util.keystr(path)}"
-                np.testing.assert_allclose(mine, expected, atol=tolerance, rtol=1e-5, err_msg=where)
-        print(f"{data}x{fsdp} equal")
+    check_kernel()
+    reference = train(MODEL, 1, 1, 1)
+    for mesh in ((8, 1, 1), (4, 2, 1), (2, 4, 1), (2, 2, 2)):
+        compare("x".join(map(str, mesh)), train(MODEL, *mesh), reference)
+    compare("dots 2x2x2", train(MODEL, 2, 2, 2, "dots"), reference)
+    compare("gemma 1x4x2 full", train(GEMMA, 1, 4, 2, "full"), train(GEMMA, 1, 1, 1))
+    compare("qwen2 2x1x2", train(QWEN2, 2, 1, 2), train(QWEN2, 1, 1, 1))
 
 
 if __name__ == "__main__":

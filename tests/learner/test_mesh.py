@@ -14,7 +14,7 @@ import pytest
 from learner.mesh import MeshError, make_mesh
 
 
-def test_eight_devices_give_the_loss_gradient_and_three_steps_of_one() -> None:
+def test_eight_devices_give_the_loss_gradient_and_five_steps_of_one() -> None:
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("sharded.py")],
         cwd=Path(__file__).parents[2],
@@ -26,17 +26,16 @@ def test_eight_devices_give_the_loss_gradient_and_three_steps_of_one() -> None:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines() == ["8x1 equal", "4x2 equal", "2x4 equal"]
+    assert len(done.stdout.splitlines()) == 8, done.stdout
 
 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"data": 1, "fsdp": 1, "tensor": 2}, "tensor is 2; only 1 is supported"),
         ({"data": 1000, "fsdp": 1}, "mesh 1000x1x1 needs 1000 devices"),
     ],
 )
@@ -45,7 +44,15 @@ def test_a_mesh_that_cannot_be_is_refused(model, axes, message) -> None:
         make_mesh(model, **axes)
 
 
-def test_a_hidden_size_that_cannot_be_split_is_refused(model) -> None:
-    odd = dataclasses.replace(model, hidden_size=15)
-    with pytest.raises(MeshError, match="hidden_size=15 cannot be split over fsdp=2"):
-        make_mesh(odd, data=1, fsdp=2, devices=jax.devices()[:1] * 2)
+@pytest.mark.parametrize(
+    ("change", "axes", "message"),
+    [
+        ({"hidden_size": 15}, {"fsdp": 2}, "hidden_size=15 cannot be split over fsdp=2"),
+        ({}, {"fsdp": 1, "tensor": 4}, "num_key_value_heads=2 cannot be split over tensor=4"),
+        ({"vocab_size": 23}, {"fsdp": 1, "tensor": 2}, "vocab_size=23 cannot be split over tensor=2"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(model, change, axes, message) -> None:
+    odd = dataclasses.replace(model, **change)
+    with pytest.raises(MeshError, match=message):
+        make_mesh(odd, data=1, **axes, devices=jax.devices()[:1] * 4)

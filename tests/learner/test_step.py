@@ -71,11 +71,29 @@ def test_the_gradient_is_that_of_the_naive_loss(make_step, ladder, examples, par
     def naive(params):
         return -jnp.sum(naive_logprobs(params, 1.0), where=mask_NS) / mask_NS.sum()
 
-    step = make_step(cross_entropy, remat=True)
+    step = make_step(cross_entropy, remat="full")
     gradient, summary = step.gradients(params, [step.put(rows) for rows in pack(examples, ladder)], 0)
     loss, expected = jax.jit(jax.value_and_grad(naive))(params)
     np.testing.assert_allclose(summary["loss"], loss, rtol=1e-6)
     assert_trees_close(gradient, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full", "offload"])
+def test_what_the_backward_pass_computes_again_changes_nothing(make_step, ladder, examples, params, remat) -> None:
+    batch = [make_step().put(rows) for rows in pack(examples, ladder)]
+    expected, _ = make_step().gradients(params, batch, 1)
+    found, _ = make_step(remat=remat).gradients(params, batch, 1)
+    assert_trees_close(found, expected, atol=1e-7)
+
+
+def test_in_bfloat16_the_gradient_stays_float32_and_near(make_step, ladder, examples, params) -> None:
+    batch = [make_step().put(rows) for rows in pack(examples, ladder)]
+    expected, summary = make_step().gradients(params, batch, 1)
+    found, rounded = make_step(dtype=jnp.bfloat16).gradients(params, batch, 1)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"float32"}
+    np.testing.assert_allclose(rounded["loss"], summary["loss"], rtol=0.05)
+    ours, theirs = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (found, expected))
+    assert ours @ theirs > 0.999 * np.linalg.norm(ours) * np.linalg.norm(theirs)
 
 
 def test_cutting_the_batch_differently_never_changes_the_gradient(make_step, examples, params) -> None:
