@@ -51,6 +51,9 @@ from buffer.trajectory import Trajectory
 LONGEST_BLOCK_SECONDS = 1.0
 """A waiter looks for itself this often, since slots expire without waking anybody."""
 
+_TELLINGS = 20
+"""How often a server may forget, or two threads find out that it did, before a call gives up."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -329,13 +332,14 @@ class Operations:
 
     def _ask(self, script: str, epoch: int, entry: str, *arguments: str | int | float) -> Steps[tuple[str, list[Any]]]:
         """Run a script of the learner's on a server that knows all that it was told."""
-        while True:
+        for _ in range(_TELLINGS):
             try:
                 return (yield from self._run(script, epoch, self._journal.known(epoch), entry, *arguments))
             except Forgotten:
                 if not self._journal.keeps(epoch):
                     raise
                 yield from self._tell_again(epoch)
+        raise self._lost_too_much()
 
     def _execute(self, epoch: int, entry: Entry) -> Steps[int]:
         """Have an entry executed to its end; return how many the server says there were."""
@@ -343,13 +347,13 @@ class Operations:
         while answer == "more":
             answer, counts = yield from self._ask(entry.script, epoch, entry.name, *entry.arguments)
             total += sum(map(int, counts))
-        self._journal.hear(epoch, entry.name)
         return total
 
     def _enter(self, epoch: int, entry: Entry) -> Steps[int]:
         """Have an entry executed that gives the learner something; return how many there were."""
         total = yield from self._execute(epoch, entry)
         self._journal.write(epoch, entry)
+        self._journal.hear(epoch, entry.name)
         return total
 
     def _let_go(self, epoch: int, entry: Entry) -> Steps[None]:
@@ -357,6 +361,7 @@ class Operations:
         self._journal.write(epoch, entry)
         try:
             yield from self._execute(epoch, entry)
+            self._journal.hear(epoch, entry.name)
         except BufferUnavailable:
             raise  # it may have been executed
         except BufferError:
@@ -368,10 +373,7 @@ class Operations:
         [names] = yield Send((("ZRANGE", self._keys.journal, 0, -1),))
         lacking = self._journal.lacking({text(name) for name in names})
         if lacking is None:
-            raise Fenced(
-                f"Redis at {self._where} lost more of its last writes than this learner remembers: "
-                "restart the learner, which goes on from its last checkpoint"
-            )
+            raise self._lost_too_much()
         logger.warning("Redis at %s lost its last writes; telling it %d entries again", self._where, len(lacking))
         told: list[str] = []
         for entry in lacking:
@@ -389,6 +391,12 @@ class Operations:
                 told.append(entry.name)
         for name in told:
             self._journal.hear(epoch, name)
+
+    def _lost_too_much(self) -> Fenced:
+        return Fenced(
+            f"Redis at {self._where} lost more of its last writes than this learner remembers, or keeps losing them: "
+            "restart the learner, which goes on from its last checkpoint"
+        )
 
     def _claim(
         self, epoch: int, version: int, shard: int, shards: int, deadline: float, timeout: float
