@@ -1,22 +1,29 @@
 """Checkpoints: what a learner needs to go on, written beside the step.
 
-A checkpoint appears under its final name only when it is whole, so whatever kills the
-process, the newest one listed can be restored.
+A checkpoint appears under its final name only when it is whole, so whatever kills the process, the newest one listed
+can be restored. It holds parameters, moments and step; the policy version, by which the buffer knows the trained
+frontier; and the model and settings, with the seed, that it was written with. The newest stay, and the best by score.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
 from learner.models.config import ModelConfig, ModelError
 from learner.step import TrainState
 
-_STATE, _ABOUT = "state", "about"
+_STATE, _ABOUT, _SCORE = "state", "about", "score"
+
+logger = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
@@ -32,32 +39,62 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder; the last ``keep`` of them stay."""
+    """The checkpoints of one run, in one folder. In a gang every process has one and makes the same calls."""
 
-    def __init__(self, folder: Path, model: ModelConfig, *, keep: int) -> None:
-        """Open the folder, creating it if need be."""
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        *,
+        keep: int,
+        keep_best: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open the folder, creating it if need be.
+
+        Args:
+            folder: of the run.
+            model: that is trained.
+            keep: newest checkpoints that stay.
+            keep_best: checkpoints with the highest score that stay besides.
+            settings: of the training, as plain data; what has changed since a checkpoint is told when it is restored.
+        """
         self._folder = folder.absolute()
-        self._model = dataclasses.asdict(model)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        # As JSON gives it back, so that they compare.
+        self._model = json.loads(json.dumps(dataclasses.asdict(model)))
+        self._settings = json.loads(json.dumps(dict(settings or {})))
+        best = managers.BestN(get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(n=keep), best]),
+            create=True,
+            enable_async_checkpointing=True,
+        )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint; None if there is none."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, *, version: int) -> None:
+    def save(self, step: int, state: TrainState, *, version: int, score: float | None = None) -> None:
         """Begin to write a checkpoint; returns when ``state`` may be overwritten.
 
         Waits for the write before it to end. A step that is already there is left as it is.
+
+        Args:
+            step: its name.
+            state: what to write.
+            version: of the policy, which names these very weights.
+            score: how good the policy is; None if nobody knows.
         """
         if step in self._manager.all_steps():
             return
-        about = {"model": self._model, "version": version}
+        about = {"model": self._model, "settings": self._settings, "version": version}
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 **{_STATE: ocp.args.StandardSave(_by_name(state)), _ABOUT: ocp.args.JsonSave(about)}
             ),
+            metrics=None if score is None else {_SCORE: score},
         )
 
     def restore(self, step: int, abstract: TrainState) -> Restored:
@@ -72,6 +109,8 @@ class Checkpoints:
         """
         about = self._manager.restore(step, args=ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()}))[_ABOUT]
         self._check_model(step, about["model"])
+        for change in differences(about.get("settings", {}), self._settings):
+            logger.warning("since checkpoint %d: %s", step, change)
         wanted = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(_by_name(abstract))})
         values = self._manager.restore(step, args=wanted)[_STATE]
         return Restored(jax.tree.map_with_path(lambda path, _: values[_name(path)], abstract), int(about["version"]))
@@ -92,16 +131,28 @@ class Checkpoints:
         self._manager.close()
 
     def _check_model(self, step: int, model: dict[str, Any]) -> None:
-        differing = [
-            f"{name} is {model.get(name)!r}, the run's model has {value!r}"
-            for name, value in self._model.items()
-            if model.get(name) != value
-        ]
+        differing = differences({name: model.get(name) for name in self._model}, self._model)
         if differing:
             raise ModelError(
                 f"checkpoint {self._folder / str(step)} is of another model: {'; '.join(differing)}; "
                 "use the model it was written with or another run name"
             )
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What is not the same in two trees of plain data, a line each: ``name is OLD, the run's is NEW``."""
+    found = []
+    for name in [*old, *(name for name in new if name not in old)]:
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append(f"{prefix}{name} is {before!r}, the run's is {after!r}")
+    return found
+
+
+def _score(metrics: Any) -> float:
+    return float(metrics[_SCORE])
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

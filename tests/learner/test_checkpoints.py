@@ -65,12 +65,34 @@ def test_only_the_newest_are_kept(tmp_path, model, params, step) -> None:
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 3]
 
 
+def test_the_best_are_kept_besides(tmp_path, model, params, step) -> None:
+    checkpoints = Checkpoints(tmp_path, model, keep=1, keep_best=2)
+    state = step.initialise(params)
+    for number, score in enumerate([0.5, 0.9, 0.1, 0.7, None, 0.2], start=1):
+        checkpoints.save(number, state, version=number, score=score)
+    checkpoints.close()
+    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 4, 6]
+
+
+def test_settings_that_have_changed_are_told(tmp_path, model, params, step, caplog) -> None:
+    settings = {"learner": {"optimizer": {"learning_rate": 0.1, "beta1": 0.9}, "row_lengths": (16, 32)}}
+    checkpoints = Checkpoints(tmp_path, model, keep=1, settings=settings)
+    checkpoints.save(3, step.initialise(params), version=0)
+    checkpoints.close()
+    settings["learner"]["optimizer"]["learning_rate"] = 0.2
+    other = Checkpoints(tmp_path, model, keep=1, settings=settings)
+    other.restore(3, step.abstract_state)
+    other.close()
+    told = [record.getMessage() for record in caplog.records if "since checkpoint" in record.getMessage()]
+    assert told == ["since checkpoint 3: learner.optimizer.learning_rate is 0.1, the run's is 0.2"]
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_what_differs(tmp_path, model, params, step) -> None:
     checkpoints = Checkpoints(tmp_path, model, keep=1)
     checkpoints.save(1, step.initialise(params), version=0)
     checkpoints.close()
     other = Checkpoints(tmp_path, dataclasses.replace(model, intermediate_size=32), keep=1)
-    with pytest.raises(ModelError, match="intermediate_size is 24, the run's model has 32"):
+    with pytest.raises(ModelError, match="intermediate_size is 24, the run's is 32"):
         other.restore(1, step.abstract_state)
     other.close()
 
