@@ -251,12 +251,13 @@ def write_config(config: ModelConfig, folder: Path, *, eos_token_id: int | None)
         "attention_bias": config.family.qkv_bias,
         "use_sliding_window": any(config.slides),
         "max_window_layers": config.num_hidden_layers,
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in config.slides],
         "torch_dtype": "float32",
         "eos_token_id": eos_token_id,
         "bos_token_id": None,
     }
     del raw["sliding_layers"]
+    if config.model_type not in ("llama", "mistral"):  # in these all layers are alike
+        raw["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in config.slides]
     if "query_pre_attn_scalar" in config.family.defaults:
         raw["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_dim
     folder.mkdir(parents=True, exist_ok=True)

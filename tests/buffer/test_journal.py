@@ -460,3 +460,18 @@ def test_an_interrupt_while_the_server_is_told_again_blocks_nobody(buffer, worke
         buffer.ack(lease, 1)
     buffer.release(lease)  # what a learner does on its way out
     assert buffer.stats().leased == 0
+
+
+def test_two_threads_that_tell_the_server_again_do_not_undo_each_other(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    call(complete(workers))
+    memory = Memory(raw, run)
+    buffer.release(buffer.lease(epoch, 0, timeout=0))
+    lease = buffer.lease(epoch, 1, timeout=0)  # the same group again
+    memory.restore()
+    between(buffer, "hold", before=lambda: buffer.announce(epoch, 1))
+    buffer.announce(epoch, 2)
+    assert [info.lease_version for info in buffer.groups(State.LEASED, 9)] == [1]
+    buffer.ack(lease, 2)
+    assert (buffer.stats().counters["acked"], buffer.announced()) == (1, 2)

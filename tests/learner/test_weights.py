@@ -6,15 +6,28 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from learner.mesh import partition
 from learner.models.attention import attend_packed, softcapped
 from learner.models.config import ModelConfig, ModelError
-from learner.models.weights import abstract_model, from_hf, initial_params, read_model, to_hf, write_model
+from learner.models.weights import (
+    _Arrays,
+    _part,
+    _tensors,
+    abstract_model,
+    from_hf,
+    initial_params,
+    parameter_path,
+    read_model,
+    to_hf,
+    write_model,
+)
 
 FAMILIES = Path(__file__).parents[1] / "data" / "golden"
 GOLDEN = FAMILIES / "qwen3"
@@ -66,6 +79,78 @@ def test_a_written_folder_reads_back_as_the_same_model(tmp_path: Path, tied) -> 
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     for name, tensor in to_hf(TIED, tied).items():
         np.testing.assert_array_equal(to_hf(config, read)[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_a_written_family_reads_back_as_the_same_model(tmp_path: Path, family: str) -> None:
+    config, params = read_model(FAMILIES / family)
+    write_model(config, params, tmp_path, eos_token_id=None)
+    again, read = read_model(tmp_path)
+    assert again == config
+    original = load_file(FAMILIES / family / "model.safetensors")
+    assert config.parameter_count == sum(tensor.size for name, tensor in original.items())
+    for name, tensor in to_hf(again, read).items():
+        np.testing.assert_array_equal(tensor, original[name], err_msg=name)
+
+
+def test_the_reference_library_reads_what_is_written(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for family in ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"):
+        config, params = read_model(FAMILIES / family)
+        write_model(config, params, tmp_path / family, eos_token_id=None)
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path / family)
+        assert (theirs.model_type, theirs.head_dim if hasattr(theirs, "head_dim") else config.head_dim) == (
+            *(config.model_type, config.head_dim),
+        )
+        assert tuple(kind == "sliding_attention" for kind in getattr(theirs, "layer_types", ())) in ((), config.slides)
+
+
+def test_a_large_model_is_written_as_several_files(tmp_path: Path, tied) -> None:
+    write_model(TIED, tied, tmp_path, eos_token_id=1, most_file_bytes=3000)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    expected = to_hf(TIED, tied)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(load_file(tmp_path / index["weight_map"][name])[name], tensor)
+    _, read = read_model(tmp_path)
+    for name, tensor in to_hf(TIED, read).items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+
+
+def test_bfloat16_checkpoints_are_read(tmp_path: Path, tied) -> None:
+    write_model(TIED, tied, tmp_path, eos_token_id=1)
+    rounded = {name: tensor.astype(jnp.bfloat16) for name, tensor in to_hf(TIED, tied).items()}
+    save_file(rounded, tmp_path / "model.safetensors")
+    for name, tensor in to_hf(TIED, read_model(tmp_path)[1]).items():
+        np.testing.assert_array_equal(tensor, rounded[name].astype(np.float32), err_msg=name)
+
+
+def test_a_device_reads_its_own_part_of_each_tensor_only(tied) -> None:
+    """What a process of a gang reads: of every tensor that is split, the rows or columns of its own devices."""
+    read_sizes = []
+
+    class Spy(_Arrays):
+        def read(self, name, part):
+            value = super().read(name, part)
+            read_sizes.append(value.size)
+            return value
+
+    source, (_, abstract) = Spy(to_hf(TIED, tied)), abstract_model(TIED)
+    whole = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tied)}
+    shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract)}
+    specs = {parameter_path(path): spec for path, spec in jax.tree.leaves_with_path(partition(abstract))}
+    for tensor in _tensors(TIED):
+        shape, spec = shapes[tensor.path], specs[tensor.path]
+        index = tuple(
+            slice(size // 2, size) if axis < len(spec) and spec[axis] else slice(None)
+            for axis, size in enumerate(shape)
+        )
+        read_sizes.clear()
+        part = _part(tensor, shape, source, index)
+        np.testing.assert_array_equal(part, whole[tensor.path][index])
+        assert sum(read_sizes) == part.size, "more was read than is held"
 
 
 @pytest.mark.parametrize("eos_token_id", [0, 18, None])
