@@ -108,8 +108,8 @@ class TrainStep:
         return place(params)
 
     def put(self, rows: Rows) -> Rows:
-        """Place a micro-batch on the devices, split by rows."""
-        return jax.device_put(rows, self._by_rows)
+        """Place a micro-batch on the devices, split by rows; in a gang, the rows of this process on its own."""
+        return jax.tree.map(partial(jax.make_array_from_process_local_data, self._by_rows), rows)
 
     def snapshot(self, params: nnx.State) -> nnx.State:
         """A copy on the devices that later steps do not overwrite."""

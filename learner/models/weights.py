@@ -177,13 +177,18 @@ def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     return tensors
 
 
-def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray]) -> nnx.State:
+def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray], shardings: Any = None) -> nnx.State:
     """The parameters of a decoder from tensors under their Hugging Face names, in float32.
+
+    Args:
+        config: the decoder's shape.
+        weights: tensors by name.
+        shardings: as for :func:`read_params`.
 
     Raises:
         ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
     """
-    return _load(config, _Arrays(weights), None)
+    return _load(config, _Arrays(weights), shardings)
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, nnx.State]:

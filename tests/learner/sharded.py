@@ -44,6 +44,7 @@ GEMMA = replace(
     tie_word_embeddings=True,
 )
 QWEN2 = replace(MODEL, model_type="qwen2")
+PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0)
 LADDER = Ladder(((8, 32),))
 OPTIMIZER = make_optimizer(
     learning_rate=1e-2,
@@ -79,7 +80,7 @@ def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = 
         make_mesh(model, data=data, fsdp=fsdp, tensor=tensor, devices=devices),
         LADDER,
         OPTIMIZER,
-        lambda *given: ppo_clip(*given, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0),
+        PPO,
         temperature=0.9,
         remat=remat,
     )

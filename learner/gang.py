@@ -1,0 +1,69 @@
+"""The gang: the processes that train one model together, each on its own host, all running the same program.
+
+What they do on the devices must happen in the same order in each, so agreement is made in one thread only, and every
+process takes part. The first process leads: it alone talks to samplers and decides for the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """This process's place among all.
+
+    Attributes:
+        index: of this process, from 0.
+        count: of processes.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that decides."""
+        return self.index == 0
+
+    def gather(self, numbers: Sequence[int]) -> np.ndarray:
+        """int64[count, len(numbers)]: what each process says; all must pass equally many."""
+        said = np.asarray(numbers, np.int64)
+        if self.count == 1:
+            return said[None]
+        # 64-bit numbers would be cut to 32 on the devices.
+        halves = np.stack([said >> 32, said & 0xFFFFFFFF]).astype(np.uint32)
+        gathered = multihost_utils.process_allgather(halves).astype(np.int64)
+        whole: np.ndarray = (gathered[:, 0].astype(np.int32).astype(np.int64) << 32) | gathered[:, 1]
+        return whole
+
+    def follow(self, numbers: Sequence[int]) -> list[int]:
+        """What the process that leads says."""
+        return [int(number) for number in self.gather(numbers)[0]]
+
+
+def join_gang(coordinator: str, index: int, count: int) -> Gang:
+    """Join the gang; returns when every process has.
+
+    Must come before anything else that uses devices.
+
+    Args:
+        coordinator: ``host:port`` on which the first process listens.
+        index: of this process.
+        count: of processes.
+    """
+    if count == 1:
+        return Gang()
+    jax.distributed.initialize(coordinator, num_processes=count, process_id=index)
+    return Gang(index, count)
+
+
+def digest(text: str) -> int:
+    """A number by which processes compare texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
