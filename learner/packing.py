@@ -56,6 +56,8 @@ class Rows(NamedTuple):
         logprobs: float32, behaviour log-probability of the target.
         versions: int32, policy version that sampled the target.
         advantages: float32, advantage of the target.
+        proximal: float32, log-probability of the target at the start of the step; 0 until the learner fills it in.
+        reference: float32, log-probability of the target under the reference policy; 0 until the learner fills it in.
     """
 
     tokens: Array
@@ -66,6 +68,8 @@ class Rows(NamedTuple):
     logprobs: Array
     versions: Array
     advantages: Array
+    proximal: Array
+    reference: Array
 
 
 _DTYPES = {
@@ -77,6 +81,8 @@ _DTYPES = {
     "logprobs": np.float32,
     "versions": np.int32,
     "advantages": np.float32,
+    "proximal": np.float32,
+    "reference": np.float32,
 }
 
 

@@ -51,6 +51,7 @@ def test_every_sequence_comes_out_as_it_went_in(sizes: list[int]) -> None:
         np.testing.assert_array_equal(part["logprobs"][:-1], e.logprobs[1:])
         np.testing.assert_array_equal(part["versions"][:-1], e.versions[1:])
         np.testing.assert_array_equal(part["advantages"][:-1], e.advantages[1:])
+        assert not part["proximal"].any() and not part["reference"].any()
 
 
 def test_padding_is_never_trained() -> None:
