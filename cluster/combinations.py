@@ -60,10 +60,10 @@ def _check_batch(config: Config) -> None:
             f"learner.rows_per_microbatch={learner.rows_per_microbatch}: rows are spread over learner.mesh.data × fsdp "
             f"= {shards} devices; use a multiple of {shards}"
         )
-    if config.buffer.group_size == 1:
+    if config.buffer.group_size == 1 and config.objective.advantage != "reinforce":
         raise ValueError(
             f"buffer.group_size=1: objective.advantage={config.objective.advantage} compares the trajectories of "
-            "a group, and one alone has advantage 0; use at least 2"
+            "a group, and one alone has advantage 0; use at least 2, or objective.advantage=reinforce"
         )
 
 
@@ -82,12 +82,95 @@ def _check_model(config: Config) -> None:
         )
 
 
+READ_BY = {
+    "clip_low": ("ppo_clip", "gspo", "cispo", "decoupled_ppo"),
+    "clip_high": ("ppo_clip", "gspo", "cispo", "decoupled_ppo"),
+    "dual_clip": ("ppo_clip",),
+    "divergence": ("dppo",),
+    "proximal": ("decoupled_ppo",),
+}
+"""Policy losses that read a setting."""
+
+
 def _check_objective(config: Config) -> None:
     objective = config.objective
+    for setting, losses in READ_BY.items():
+        value = getattr(objective, setting)
+        if value is not None and objective.name not in losses:
+            raise ValueError(
+                f"objective.{setting}={value}: objective.name={objective.name} does not read it; "
+                f"set it to null, or use {' or '.join(losses)}"
+            )
+    if objective.truncation is not None and objective.name not in ("reinforce", "decoupled_ppo"):
+        raise ValueError(
+            f"objective.truncation.cap={objective.truncation.cap:g}: objective.name={objective.name} weighs by its own "
+            "ratio, and would be weighted twice; set objective.truncation to null, or use reinforce or decoupled_ppo"
+        )
     if objective.entropy_cap is not None and not objective.entropy_bonus:
         raise ValueError(
             f"objective.entropy_cap={objective.entropy_cap:g}: it caps objective.entropy_bonus, which is 0; "
             "raise the bonus or set the cap to null"
+        )
+    if (objective.sequence_tokens is None) == (objective.aggregation == "sequence_sum"):
+        raise ValueError(
+            f"objective.sequence_tokens={objective.sequence_tokens or 'null'}: objective.aggregation=sequence_sum "
+            f"divides by it, and objective.aggregation is {objective.aggregation}; set both or neither"
+        )
+    if objective.advantage == "rloo" and objective.credit == "turn":
+        raise ValueError(
+            "objective.credit=turn: objective.advantage=rloo leaves out what it judges, and the other turns of the "
+            "same trajectory would stay in; use objective.credit=trajectory, or dr_grpo"
+        )
+    _check_overlong(config)
+    _check_zero_variance(config)
+
+
+def _check_overlong(config: Config) -> None:
+    overlong, context = config.objective.overlong, config.sampler.context_length
+    if overlong.treatment != "penalty":
+        for name in ("limit", "buffer"):
+            if getattr(overlong, name) is not None:
+                raise ValueError(
+                    f"objective.overlong.{name}={getattr(overlong, name)}: only objective.overlong.treatment=penalty "
+                    f"reads it, and it is {overlong.treatment}; set it to null"
+                )
+        return
+    limit = context if overlong.limit is None else overlong.limit
+    if limit > context:
+        raise ValueError(
+            f"objective.overlong.limit={limit}: no trajectory is longer than sampler.context_length={context}; "
+            "use at most that"
+        )
+    if overlong.buffer is None or overlong.buffer > limit:
+        raise ValueError(
+            f"objective.overlong.buffer={overlong.buffer or 'null'}: the penalty rises over so many tokens up to "
+            f"{limit}; use 1 to {limit}"
+        )
+
+
+def _check_zero_variance(config: Config) -> None:
+    objective, staleness = config.objective, config.buffer.max_staleness
+    if objective.zero_variance != "keep" and objective.advantage == "reinforce":
+        raise ValueError(
+            f"objective.zero_variance={objective.zero_variance}: objective.advantage=reinforce compares with the whole "
+            "batch, so that groups of equal rewards have advantages, too; use keep"
+        )
+    if objective.zero_variance != "refill":
+        if objective.refill_leases is not None:
+            raise ValueError(
+                f"objective.refill_leases={objective.refill_leases}: only objective.zero_variance=refill reads it, and "
+                f"it is {objective.zero_variance}; set it to null"
+            )
+        return
+    if staleness == 0:
+        raise ValueError(
+            "objective.zero_variance=refill: with buffer.max_staleness=0 nothing more is sampled before the batch in "
+            "hand was trained; raise buffer.max_staleness, or use drop"
+        )
+    if objective.refill_leases is not None and objective.refill_leases > staleness:
+        raise ValueError(
+            f"objective.refill_leases={objective.refill_leases}: the buffer holds buffer.max_staleness + 1 = "
+            f"{staleness + 1} batches, and one is leased already; use at most {staleness}"
         )
 
 

@@ -6,7 +6,6 @@ It is told to train and answers only at the end; meanwhile ``poll`` hands out wh
 
 from __future__ import annotations
 
-import math
 import queue
 import shutil
 import threading
@@ -23,19 +22,19 @@ from ray.exceptions import GetTimeoutError, RayError
 from actors.chat import Chat
 from actors.tokenizers import write_character_tokenizer
 from buffer import Buffer
-from cluster.config import ArchitectureConfig, Config, ObjectiveConfig, OptimizerConfig
+from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
+from cluster.objective import make_anchors, make_objective, make_recipe
 from learner.checkpoints import Checkpoints
 from learner.learner import Learner, Record
 from learner.mesh import make_mesh
 from learner.models.config import ModelConfig
 from learner.models.weights import initial_params, read_model, write_model
-from learner.objectives import ADVANTAGES, POLICY_LOSSES, Objective, cross_entropy, trajectory_credit, turn_credit
+from learner.objectives import Objective, cross_entropy
 from learner.optimizer import make_optimizer
 from learner.packing import Ladder
 from learner.publisher import BroadcastError, Publisher
 from learner.step import TrainStep
-from learner.stream import Advantage
 from learner.supervised import supervised_example, train_supervised
 
 PUBLISH_ATTEMPTS = 3
@@ -101,22 +100,15 @@ class LearnerActor:
         Returns:
             The step that training goes on from; 0 for a new run.
         """
-        settings, objective = self._config.learner, self._config.objective
+        settings = self._config.learner
         model, params = read_model(model_folder)
-        loss = partial(
-            POLICY_LOSSES[objective.name],
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            entropy_bonus=objective.entropy_bonus,
-            entropy_cap=math.inf if objective.entropy_cap is None else objective.entropy_cap,
-        )
+        objective = make_objective(self._config.objective)
         self._learner = Learner(
-            self._step(model, settings.optimizer, settings.steps, loss, self._config.sampler.temperature),
+            self._step(model, settings.optimizer, settings.steps, objective, self._config.sampler.temperature),
             params,
             ladder=self._ladder,
-            advantage=_credit(objective),
-            # With a bonus, a group without advantage still has a gradient.
-            skip_without_advantage=objective.entropy_bonus == 0,
+            recipe=make_recipe(self._config),
+            anchors=make_anchors(self._config.objective),
             buffer=Buffer(
                 buffer_url,
                 run,
@@ -198,13 +190,6 @@ class LearnerActor:
         if self._learner is None:
             raise RuntimeError("the learner is not started; call start first")
         return self._learner
-
-
-def _credit(objective: ObjectiveConfig) -> Advantage:
-    advantage = ADVANTAGES[objective.advantage]
-    if objective.credit == "turn":
-        return partial(turn_credit, advantage=advantage, discount=objective.discount)
-    return partial(trajectory_credit, advantage=advantage)
 
 
 def broadcast(

@@ -2,7 +2,8 @@
 
 The order that keeps staleness right: step k trains with version v; its weights go to every sampler as
 v + 1; only when all have acknowledged is the batch acknowledged to the buffer, which frees its slots and raises
-the version in one script. Meanwhile the next batch is fetched, and may be trained, as version v + 1.
+the version in one script. Meanwhile the next batch is fetched, and may be trained, as version v + 1. (A batch of n
+leases counts as n versions; see ``learner.stream``.)
 
 The buffer keeps what was trained until a checkpoint that has learned from it is durable, and after a restart puts back
 what the checkpoint has not: every group is trained exactly once in the life of the surviving weights.
@@ -15,26 +16,30 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 
-from buffer import Buffer, BufferUnavailable, Fenced, WaitTimeout
+from buffer import Buffer, BufferUnavailable, Fenced, Lease, WaitTimeout
 from learner.checkpoints import Checkpoints
 from learner.models.compilations import CompilationCounter
-from learner.packing import Ladder
+from learner.packing import Ladder, Rows, empty_rows
 from learner.patience import patiently
 from learner.publisher import PublicationError, Publisher
+from learner.recipe import Recipe
 from learner.step import TrainStep
-from learner.stream import Advantage, Batch, Stream
+from learner.stream import Batch, Stream
 
 logger = logging.getLogger(__name__)
 
 type Record = dict[str, float]
 """Numbers of one step, for metrics; see :meth:`Learner.run`."""
+
+type Anchor = Literal["proximal", "reference"]
+"""A policy that the objective compares with: that at the start of the step, or that at the start of the run."""
 
 
 class DivergedError(RuntimeError):
@@ -50,33 +55,33 @@ class Learner:
         params: nnx.State,
         *,
         ladder: Ladder,
-        advantage: Advantage,
-        skip_without_advantage: bool,
+        recipe: Recipe,
         buffer: Buffer,
         publisher: Publisher,
         checkpoints: Checkpoints,
         checkpoint_every_steps: int,
         batch_timeout_seconds: float,
         outage_seconds: float,
+        anchors: Sequence[Anchor] = (),
     ) -> None:
         """Make a learner; nothing is started.
 
         Args:
             step: the training step; trains on the shapes of ``ladder``.
-            params: where training starts, unless there is a checkpoint.
+            params: where training starts, unless there is a checkpoint; and the reference, in any case.
             ladder: shapes to pack into.
-            advantage: from a group's rewards to its advantages.
-            skip_without_advantage: leave out groups whose advantages are all 0; right for an objective in which
-                nothing else has a gradient.
+            recipe: what becomes of leased groups.
             buffer: an open buffer.
             publisher: hands weights to the samplers.
             checkpoints: of this run; the newest one is taken up.
             checkpoint_every_steps: steps between checkpoints.
             batch_timeout_seconds: longest wait for one batch.
             outage_seconds: how long the buffer may be away before the training ends.
+            anchors: policies whose log-probabilities the objective reads in ``Rows``; each costs a forward pass.
         """
         self._train, self._params = step, params
-        self._ladder, self._advantage, self._skip_without_advantage = ladder, advantage, skip_without_advantage
+        self._ladder, self._recipe, self._anchors = ladder, recipe, tuple(anchors)
+        self._reference = params
         self._buffer = buffer
         self._publisher, self._checkpoints = publisher, checkpoints
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
@@ -119,7 +124,11 @@ class Learner:
             self._step = latest
             taken = max(taken, saved_version)
             logger.info("going on from the checkpoint of step %d", latest)
+        if "reference" in self._anchors:
+            self._reference = self._train.place(self._params)
         self._train.warm_up(self._state)
+        for shape in self._ladder.shapes:
+            jax.block_until_ready(self._anchored(self._train.put(empty_rows(shape))))
         self._epoch = self._buffer.begin_epoch()
         undone = self._buffer.rollback(self._epoch, saved_version)
         self._buffer.checkpointed(self._epoch, saved_version)
@@ -139,11 +148,11 @@ class Learner:
             on_step: called after every step with
 
                 * step, version (that the step trained), loss, reward_mean, success_mean, staleness_mean, staleness_max
-                * tokens, trained_tokens, skipped_tokens, trajectories, zero_variance_groups, padding_fraction
+                * tokens, trained_tokens, skipped_tokens, trajectories, leases, zero_variance_groups,
+                  masked_trajectories, padding_fraction
                 * idle_seconds (waiting for this batch and for samplers), step_seconds, publish_seconds (last
                   finished publication), learner_idle_fraction (waiting ÷ all, since the first batch arrived)
-                * grad_norm, learning_rate, entropy, ratio_mean, ratio_max, clip_fraction, kl_k3
-                * logprob_difference_max, logprob_difference_tokens (tokens sampled by the version being trained)
+                * grad_norm, learning_rate and what the objective reports, such as ``objectives.diagnostics.diagnose``
                 * compilations_after_warmup
 
         Raises:
@@ -157,8 +166,7 @@ class Learner:
             self._buffer,
             self._epoch,
             ladder=self._ladder,
-            advantage=self._advantage,
-            skip_without_advantage=self._skip_without_advantage,
+            recipe=self._recipe,
             put=self._train.put,
             timeout_seconds=self._batch_timeout,
             outage_seconds=self._outage,
@@ -174,7 +182,7 @@ class Learner:
                     break
                 idle = time.monotonic() - waiting
                 if self._step + 1 < total_steps:
-                    stream.request(self._version + 1)
+                    stream.request(batch.next_version)
                 on_step(self._make_step(batch, idle))
                 if self._step % self._checkpoint_every == 0:
                     self._save()
@@ -200,7 +208,10 @@ class Learner:
         """Train on one batch and queue the result for publication."""
         start = time.monotonic()
         self._state, on_device = self._train(
-            self._state, batch.micro_batches, self._version, skipped_tokens=batch.skipped_tokens
+            self._state,
+            [self._anchored(rows) for rows in batch.micro_batches],
+            self._version,
+            skipped=batch.skipped_divisor,
         )
         metrics: dict[str, Any] = {name: float(value) for name, value in jax.device_get(on_device).items()}
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
@@ -209,8 +220,8 @@ class Learner:
                 "finite: lower the learning rate and resume from the last checkpoint"
             )
         worked = time.monotonic() - start
-        trained, self._version, self._step = self._version, self._version + 1, self._step + 1
-        self._publish(partial(self._buffer.ack, batch.lease, self._version))
+        trained, self._version, self._step = self._version, batch.next_version, self._step + 1
+        self._publish(partial(self._acknowledge, batch.leases, self._version))
         idle += time.monotonic() - start - worked
         if self._worked:  # the first batch is waited for by everyone
             self._waited += idle
@@ -220,13 +231,22 @@ class Learner:
             "version": trained,
             **batch.facts,
             **metrics,
-            "skipped_tokens": batch.skipped_tokens,
             "idle_seconds": idle,
             "step_seconds": worked,
             "publish_seconds": self._publisher.seconds,
             "learner_idle_fraction": self._waited / (self._waited + self._worked),
             "compilations_after_warmup": self._compilations.count - self._compiled,
         }
+
+    def _anchored(self, rows: Rows) -> Rows:
+        """The rows with the log-probabilities under the policies that the objective compares with."""
+        policies = {"proximal": self._state.params, "reference": self._reference}
+        return rows._replace(**{name: self._train.logprobs(policies[name], rows).logprob for name in self._anchors})
+
+    def _acknowledge(self, leases: Sequence[Lease], version: int) -> None:
+        # May be called again after an error: what is acknowledged already stays so.
+        for lease in leases:
+            self._buffer.ack(lease, version)
 
     def _publish(self, acknowledge: Callable[[], None]) -> None:
         snapshot = self._train.snapshot(self._state.params)

@@ -2,7 +2,7 @@
 
 The forward pass and the loss run under ``shard_map``; the gradient is taken outside of it, where its
 meaning does not depend on which values are replicated. Gradients are those of the *summed* loss:
-they add up over micro-batches, and are divided once by the number of trained tokens of the batch.
+they add up over micro-batches, and are divided once, by what the objective counts over the whole batch.
 
 Axes: R = rows, T = tokens of a row, M = R·T.
 """
@@ -101,9 +101,13 @@ class TrainStep:
             shardings(self._mesh, abstract),
         )
 
+    def place(self, params: nnx.State) -> nnx.State:
+        """A copy of parameters, on the devices."""
+        return self.snapshot(jax.device_put(params, self._split))
+
     def initialise(self, params: nnx.State) -> TrainState:
         """The state before the first step; ``params`` are copied."""
-        params = self.snapshot(jax.device_put(params, self._split))
+        params = self.place(params)
         place = jax.jit(self._initial, out_shardings=shardings(self._mesh, self.abstract_state), donate_argnums=0)
         return place(params)
 
@@ -123,7 +127,7 @@ class TrainStep:
         jax.block_until_ready(self(spare, batch, version=0))
 
     def __call__(
-        self, state: TrainState, batch: Sequence[Rows], version: int, *, skipped_tokens: int = 0
+        self, state: TrainState, batch: Sequence[Rows], version: int, *, skipped: float = 0.0
     ) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer update; ``state`` is consumed.
 
@@ -131,20 +135,20 @@ class TrainStep:
             state: what to update.
             batch: micro-batches from :meth:`put`, each of a shape of the ladder.
             version: the policy version being trained.
-            skipped_tokens: sampled tokens that were left out of ``batch`` because they have no gradient; they count in
-                the mean, so that leaving them out changes nothing.
+            skipped: what sequences that were left out of ``batch``, because they have no gradient, would have added to
+                the divisor of the loss; so leaving them out changes nothing.
 
         Returns:
             The new state, and scalars still on the device: loss, the objective's
             diagnostics, grad_norm (before clipping), learning_rate and trained_tokens.
         """
-        skipped = jax.device_put(np.float32(skipped_tokens), self._whole)
-        return self._update(state, *self._accumulate(state.params, batch, version), skipped)
+        skipped_on_device = jax.device_put(np.float32(skipped), self._whole)
+        return self._update(state, *self._accumulate(state.params, batch, version), skipped_on_device)
 
     def gradients(self, params: nnx.State, batch: Sequence[Rows], version: int) -> tuple[nnx.State, dict[str, Any]]:
         """Gradient of the batch's mean loss, and the objective's summary."""
         gradient, terms = self._accumulate(params, batch, version)
-        return jax.tree.map(lambda g: g / terms.tokens, gradient), terms.summary()
+        return jax.tree.map(lambda g: g / terms.divisor, gradient), terms.summary()
 
     def logprobs(self, params: nnx.State, rows: Rows) -> TokenScores:
         """Scores[R, T] of the targets of one micro-batch."""
@@ -187,10 +191,7 @@ class TrainStep:
         """Loss summed over the micro-batch on all devices, and its terms."""
 
         def local(params: nnx.State, rows: Rows, version: jax.Array) -> Terms:
-            terms = self._objective(self._local_scores(params, rows), rows, version)
-            axes = (DATA, FSDP)
-            loss, tokens, means, counts = jax.lax.psum((terms.loss, terms.tokens, terms.means, terms.counts), axes)
-            return Terms(loss, tokens, means, counts, jax.lax.pmax(terms.maxima, axes))
+            return self._objective(self._local_scores(params, rows), rows, version).over_devices((DATA, FSDP))
 
         terms = self._sharded(local, (partition(params), ROWS, WHOLE), WHOLE)(params, rows, version)
         return terms.loss, terms
@@ -220,7 +221,7 @@ class TrainStep:
         def update(
             state: TrainState, gradient: nnx.State, terms: Terms, skipped: jax.Array
         ) -> tuple[TrainState, dict[str, jax.Array]]:
-            gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.tokens + skipped, 1.0), gradient)
+            gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.divisor + skipped, 1.0), gradient)
             norm = optax.global_norm(gradient)
             change, moments = self._optimizer.rule.update(gradient, state.moments, state.params)
             metrics = terms.summary(skipped) | {

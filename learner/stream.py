@@ -1,32 +1,31 @@
-"""The stream of batches: lease → advantages → pack → device, one batch ahead of the step.
+"""The stream of batches: lease → examples → pack → device, one batch ahead of the step.
 
 A batch is leased with the version that is going to train it, so its staleness is judged by what is
 true when it is used. With ``max_staleness=0`` the next batch therefore cannot exist before the
 weights it needs are published, and the same code is strictly synchronous.
 
-Axes: T = tokens of a trajectory, K = its turns.
+The buffer has one lease per version. A batch that is refilled with more informative groups takes the leases of the
+versions that follow, each judged by its own version and so at least as strictly as by the one that trains it. They are
+acknowledged together, as trained by weights whose version is above all of theirs: the step raises the version by the
+number of its leases. Every leased group is acknowledged once, and staleness is overestimated, never underestimated.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from buffer import Buffer, Lease, WaitTimeout
-from learner.packing import Example, Ladder, Rows, pack, padding_fraction
+from learner.packing import Ladder, Rows, pack, padding_fraction
 from learner.patience import patiently
+from learner.recipe import Recipe
 
 _LOOK_SECONDS = 0.5
 """How often a wait for trajectories looks whether it should stop."""
-
-type Advantage = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-"""Rewards of the turns of each trajectory of a group, float32[K] → their advantages, float32[K]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,17 +33,24 @@ class Batch:
     """A leased batch, packed and on the devices.
 
     Attributes:
-        lease: what it was made from; to be acknowledged after the step.
+        leases: what it was made from, of consecutive versions; all are to be acknowledged after the step.
         micro_batches: of shapes of the ladder; none if there is no group to train on.
-        skipped_tokens: sampled tokens of groups that are not in ``micro_batches`` because they have no gradient.
-        facts: reward_mean, success_mean, staleness_mean, staleness_max, tokens, trajectories,
-            zero_variance_groups and padding_fraction.
+        skipped_divisor: what groups that were left out because they have no gradient would have added to the divisor
+            of the loss.
+        facts: reward_mean, success_mean, staleness_mean, staleness_max, tokens, trajectories, leases,
+            zero_variance_groups, masked_trajectories, skipped_tokens (sampled tokens of groups that are not in
+            ``micro_batches``) and padding_fraction.
     """
 
-    lease: Lease
+    leases: list[Lease]
     micro_batches: list[Rows]
-    skipped_tokens: int
+    skipped_divisor: float
     facts: dict[str, float]
+
+    @property
+    def next_version(self) -> int:
+        """The version of the weights that come of the batch: above those of all its leases."""
+        return self.leases[-1].version + 1
 
 
 class Stream:
@@ -56,8 +62,7 @@ class Stream:
         epoch: int,
         *,
         ladder: Ladder,
-        advantage: Advantage,
-        skip_without_advantage: bool,
+        recipe: Recipe,
         put: Callable[[Rows], Rows],
         timeout_seconds: float,
         outage_seconds: float,
@@ -69,21 +74,14 @@ class Stream:
             buffer: where batches come from.
             epoch: of this learner gang.
             ladder: shapes to pack into.
-            advantage: from a group's rewards to its advantages.
-            skip_without_advantage: leave out groups whose advantages are all 0; right for an objective in which
-                nothing else has a gradient.
+            recipe: what becomes of leased groups.
             put: places a micro-batch on the devices.
-            timeout_seconds: longest wait for one batch.
+            timeout_seconds: longest wait for one lease.
             outage_seconds: how long the buffer may be away.
             stop: ends every wait when set.
         """
         self._buffer, self._epoch = buffer, epoch
-        self._ladder, self._advantage, self._skip_without_advantage, self._put = (
-            ladder,
-            advantage,
-            skip_without_advantage,
-            put,
-        )
+        self._ladder, self._recipe, self._put = ladder, recipe, put
         self._timeout, self._outage = timeout_seconds, outage_seconds
         self._stop, self._closing = stop, threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -114,62 +112,35 @@ class Stream:
         if self._next is not None and self._next.exception() is None:
             batch = self._next.result()
             if batch is not None:
-                self._buffer.release(batch.lease)
+                self._release(batch.leases)
         self._next = None
 
     def _fetch(self, version: int) -> Batch | None:
+        leases: list[Lease] = []
+        while True:
+            lease = self._lease(version + len(leases))
+            if lease is None:
+                self._release(leases)
+                return None
+            leases.append(lease)
+            prepared = self._recipe.prepare(leases)
+            if not self._recipe.wants_more(leases, prepared):
+                break
+        packed = pack(prepared.examples, self._ladder)
+        facts = prepared.facts | {"padding_fraction": padding_fraction(packed)}
+        return Batch(leases, [self._put(rows) for rows in packed], prepared.skipped_divisor, facts)
+
+    def _lease(self, version: int) -> Lease | None:
+        """The lease of ``version``; None if the stream was stopped while waiting for it."""
         deadline = time.monotonic() + self._timeout
         while not (self._stop.is_set() or self._closing.is_set()):
             try:
-                lease = patiently(partial(self._buffer.lease, self._epoch, version, _LOOK_SECONDS), self._outage)
+                return patiently(partial(self._buffer.lease, self._epoch, version, _LOOK_SECONDS), self._outage)
             except WaitTimeout:
                 if time.monotonic() > deadline:
                     raise
-                continue
-            return self._prepare(lease)
         return None
 
-    def _prepare(self, lease: Lease) -> Batch:
-        advantages = [self._advantage([t.rewards for t in group]) for group in lease.groups]
-        informative = [any(np.any(advantage_K) for advantage_K in group) for group in advantages]
-        examples, skipped_tokens = [], 0
-        # Of mean 1, which bounds what a group that was drawn against the odds may weigh.
-        corrections = lease.corrections / lease.corrections.mean()
-        for group, group_advantages, useful, correction in zip(
-            lease.groups, advantages, informative, corrections, strict=True
-        ):
-            if self._skip_without_advantage and not useful:
-                skipped_tokens += sum(int(t.loss_mask.sum()) for t in group)
-                continue
-            examples += [
-                Example(t.tokens, t.loss_mask, t.logprobs, t.versions, spread(correction * advantage_K, t.loss_mask))
-                for t, advantage_K in zip(group, group_advantages, strict=True)
-            ]
-        packed = pack(examples, self._ladder)
-        trajectories = lease.trajectories
-        facts = {
-            "reward_mean": float(np.mean([t.reward for t in trajectories])),
-            "success_mean": float(np.mean([float(t.metadata.get("success", 0.0)) for t in trajectories])),
-            "staleness_mean": lease.staleness_mean,
-            "staleness_max": lease.staleness_max,
-            "tokens": sum(len(t.tokens) for t in trajectories),
-            "trajectories": len(trajectories),
-            "zero_variance_groups": informative.count(False),
-            "padding_fraction": padding_fraction(packed),
-        }
-        return Batch(lease, [self._put(rows) for rows in packed], skipped_tokens, facts)
-
-
-def spread(advantage_K: np.ndarray, mask_T: np.ndarray) -> np.ndarray:
-    """Give every sampled token the advantage of its turn; a turn is one run of sampled tokens.
-
-    Raises:
-        ValueError: there are more or fewer runs than turns.
-    """
-    begins_T = mask_T & ~np.concatenate([[False], mask_T[:-1]])
-    runs = int(begins_T.sum())
-    if runs != len(advantage_K):
-        raise ValueError(
-            f"the mask has {runs} runs of sampled tokens, but there are rewards of {len(advantage_K)} turns"
-        )
-    return np.where(mask_T, advantage_K[np.cumsum(begins_T) - 1], 0.0).astype(np.float32)
+    def _release(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self._buffer.release(lease)

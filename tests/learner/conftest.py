@@ -13,7 +13,7 @@ from flax import nnx
 from learner.mesh import make_mesh
 from learner.models.config import ModelConfig
 from learner.models.weights import initial_params
-from learner.objectives import Objective, ppo_clip
+from learner.objectives import Objective, policy_objective, ppo_clip, token_mean
 from learner.optimizer import Optimizer, make_optimizer
 from learner.packing import Example, Ladder
 from learner.step import TrainStep
@@ -21,7 +21,7 @@ from learner.step import TrainStep
 type MakeStep = Callable[..., TrainStep]
 type MakeExample = Callable[..., Example]
 
-PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0)
+PPO = partial(policy_objective, loss=ppo_clip, aggregation=token_mean(), entropy_bonus=0.01, entropy_cap=4.0)
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,11 @@ from learner.learner import Learner
 from learner.mesh import make_mesh
 from learner.models.config import ModelConfig
 from learner.models.weights import initial_params
-from learner.objectives import cross_entropy, grpo, trajectory_credit
+from learner.objectives import cross_entropy, grpo, token_mean, trajectory_credit
 from learner.optimizer import make_optimizer
 from learner.packing import Ladder
 from learner.publisher import Publisher
+from learner.recipe import Recipe
 from learner.step import TrainStep
 
 MODEL = ModelConfig(
@@ -124,8 +125,11 @@ def main(url: str, run: str, folder: Path, steps: int, fsdp: int) -> None:
         TrainStep(MODEL, mesh, ladder, optimizer, cross_entropy, temperature=1.0),
         initial_params(MODEL, seed=0),
         ladder=ladder,
-        advantage=partial(trajectory_credit, advantage=grpo),
-        skip_without_advantage=False,
+        recipe=Recipe(
+            credit=partial(trajectory_credit, advantage=grpo),
+            divisor_of=token_mean().divisor_of,
+            uninformative="train",
+        ),
         buffer=buffer,
         publisher=Publisher(MODEL, actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
         checkpoints=Checkpoints(folder / "checkpoints", MODEL, keep=2),

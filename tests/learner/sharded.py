@@ -16,7 +16,7 @@ from learner.models.attention import Reach, attend_packed, attend_splash
 from learner.models.config import ModelConfig
 from learner.models.decoder import Remat
 from learner.models.weights import initial_params
-from learner.objectives import ppo_clip
+from learner.objectives import policy_objective, ppo_clip, sequence_mean_token_mean
 from learner.optimizer import make_optimizer
 from learner.packing import Example, Ladder, pack
 from learner.step import TrainStep
@@ -44,7 +44,9 @@ GEMMA = replace(
     tie_word_embeddings=True,
 )
 QWEN2 = replace(MODEL, model_type="qwen2")
-PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.01, entropy_cap=4.0)
+PPO = partial(
+    policy_objective, loss=ppo_clip, aggregation=sequence_mean_token_mean(), entropy_bonus=0.01, entropy_cap=4.0
+)
 LADDER = Ladder(((8, 32),))
 OPTIMIZER = make_optimizer(
     learning_rate=1e-2,

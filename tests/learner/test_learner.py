@@ -13,8 +13,9 @@ import pytest
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
 from learner.checkpoints import Checkpoints
 from learner.learner import Learner
-from learner.objectives import grpo, trajectory_credit
+from learner.objectives import decoupled_ppo, grpo, k3, policy_objective, token_mean, trajectory_credit
 from learner.publisher import Publisher
+from learner.recipe import Recipe
 
 GROUPS, GROUP_SIZE = 2, 4
 
@@ -99,13 +100,15 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 )
             )
 
-        def learner(self, *, batch_timeout_seconds: float = 60.0, skip_without_advantage: bool = True) -> Learner:
+        def learner(self, step=None, *, batch_timeout_seconds: float = 60.0, anchors=(), **recipe) -> Learner:
             return Learner(
-                make_step(),
+                step or make_step(),
                 params,
                 ladder=ladder,
-                advantage=partial(trajectory_credit, advantage=grpo),
-                skip_without_advantage=skip_without_advantage,
+                recipe=Recipe(
+                    credit=partial(trajectory_credit, advantage=grpo), divisor_of=token_mean().divisor_of, **recipe
+                ),
+                anchors=anchors,
                 buffer=self.buffer,
                 publisher=Publisher(
                     model, self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0
@@ -121,6 +124,8 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
     made.buffer.close()
 
 
+AGES = ("0", "1", "2", "3", "4_or_more")
+
 RECORD = {
     "step",
     "version",
@@ -132,6 +137,8 @@ RECORD = {
     "tokens",
     "trained_tokens",
     "trajectories",
+    "leases",
+    "masked_trajectories",
     "idle_seconds",
     "step_seconds",
     "publish_seconds",
@@ -141,8 +148,15 @@ RECORD = {
     "entropy",
     "ratio_mean",
     "ratio_max",
-    "clip_fraction",
+    "ratio_outside_fraction",
+    "effective_sample_size",
+    "clip_low_fraction",
+    "clip_high_fraction",
+    "kl_k1",
     "kl_k3",
+    *(f"kl_k1_staleness_{age}" for age in AGES),
+    *(f"kl_k3_staleness_{age}" for age in AGES),
+    *(f"tokens_staleness_{age}" for age in AGES),
     "logprob_difference_max",
     "logprob_difference_tokens",
     "zero_variance_groups",
@@ -156,7 +170,7 @@ RECORD = {
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness, skips) -> None:
     run.open(max_staleness)
-    learner, records = run.learner(skip_without_advantage=skips), []
+    learner, records = run.learner(uninformative="skip" if skips else "train"), []
     learner.start()
     assert run.actors.versions == [0]
     with run.actors:
@@ -179,6 +193,66 @@ def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness,
         assert all(record["logprob_difference_tokens"] == record["trained_tokens"] > 0 for record in records)
     stats = run.buffer.stats()
     assert (stats.version, stats.counters["acked"], stats.leased, stats.unaccounted) == (5, 5 * GROUPS, 0, 0)
+
+
+def test_a_refilled_batch_is_full_of_informative_groups_and_every_leased_group_is_acked_once(run) -> None:
+    run.open(2)
+    learner, records = run.learner(uninformative="refill", extra_leases=2), []
+    learner.start()
+    with run.actors:
+        learner.run(5, threading.Event(), records.append)
+    learner.close()
+    leases = [int(record["leases"]) for record in records]
+    assert set(leases) <= {1, 2, 3} and max(leases) > 1, "no batch was refilled: the test shows nothing"
+    for record in records:
+        assert record["leases"] * GROUPS - record["zero_variance_groups"] >= GROUPS
+        assert record["trajectories"] == record["leases"] * GROUPS * GROUP_SIZE
+        assert 0 <= record["staleness_max"] <= 2
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    versions = np.cumsum([0, *leases]).tolist()  # a step raises the version by its leases
+    assert [record["version"] for record in records] == versions[:-1]
+    assert run.actors.versions == versions
+    stats = run.buffer.stats()
+    assert (stats.version, stats.leased, stats.unaccounted) == (versions[-1], 0, 0)
+    assert stats.counters["acked"] == GROUPS * sum(leases)
+    again = run.learner()
+    again.start()
+    again.close()
+    assert (again.step, again.version) == (5, versions[-1] + 1)
+
+
+def test_a_stop_gives_back_all_leases_of_a_batch_that_waits_to_be_refilled(run) -> None:
+    run.open(2)
+    learner, stop = run.learner(uninformative="refill", extra_leases=2), threading.Event()
+    learner.start()
+    for task in range(GROUPS):  # only as many groups as one lease, and the first says nothing
+        slot = run.buffer.reserve("worker-0", 10.0)
+        rng = np.random.default_rng(task)
+        run.buffer.commit(*(run.actors._trajectory(rng, slot.group, slot.task, i) for i in range(slot.group_size)))
+    stop_soon = threading.Timer(1.0, stop.set)
+    stop_soon.start()
+    learner.run(1, stop, lambda record: pytest.fail("the batch was never full"))
+    stop_soon.join()
+    learner.close()
+    stats = run.buffer.stats()
+    assert (stats.leased, stats.ready, stats.unaccounted) == (0, GROUPS, 0)
+
+
+def test_the_policies_that_the_objective_compares_with_are_scored_before_each_step(run, make_step) -> None:
+    run.open(2)
+    objective = partial(
+        policy_objective, loss=decoupled_ppo, aggregation=token_mean(), divergence=k3, divergence_weight=0.1
+    )
+    anchors, records = ("proximal", "reference"), []
+    learner = run.learner(make_step(objective), anchors=anchors, uninformative="train")
+    learner.start()
+    with run.actors:
+        learner.run(4, threading.Event(), records.append)
+    learner.close()
+    assert all(record["compilations_after_warmup"] == 0 for record in records)
+    assert abs(records[0]["kl_reference"]) < 1e-6, "the first policy is the reference"
+    assert all(record["kl_reference"] > 1e-4 for record in records[1:])
+    assert all(record["clip_low_fraction"] == record["clip_high_fraction"] == 0 for record in records)
 
 
 def test_a_stopped_run_saves_and_goes_on_with_the_next_version(run) -> None:

@@ -13,7 +13,7 @@ from flax import nnx
 from learner.models.attention import attend_packed
 from learner.models.compilations import CompilationCounter
 from learner.models.weights import abstract_model
-from learner.objectives import cross_entropy, ppo_clip
+from learner.objectives import AGGREGATIONS, cross_entropy, policy_objective, ppo_clip
 from learner.packing import Ladder, pack
 
 LENGTHS = (31, 16, 15, 12, 9, 7, 5, 3, 2)
@@ -112,16 +112,18 @@ def test_cutting_the_batch_differently_never_changes_the_gradient(make_step, exa
             np.testing.assert_allclose(other_summary[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 @pytest.mark.parametrize("useful_lengths", [LENGTHS, ()])
 def test_leaving_out_what_has_no_gradient_changes_nothing(
-    make_step, ladder, make_example, params, useful_lengths
+    make_step, ladder, make_example, params, useful_lengths, aggregation
 ) -> None:
     rng = np.random.default_rng(2)
     useful, equal = ([make_example(rng, size) for size in lengths] for lengths in (useful_lengths, LENGTHS))
     for e in equal:
         e.advantages[:] = 0.0
     before = [make_example(rng, size) for size in LENGTHS]
-    step = make_step(partial(ppo_clip, clip_low=0.2, clip_high=0.28, entropy_bonus=0.0, entropy_cap=1.0))
+    aggregate = AGGREGATIONS[aggregation]()
+    step = make_step(partial(policy_objective, loss=ppo_clip, aggregation=aggregate))
 
     def train(examples, **skipped):
         batch = [step.put(rows) for rows in pack(examples, ladder)]
@@ -130,7 +132,7 @@ def test_leaving_out_what_has_no_gradient_changes_nothing(
         return state, metrics
 
     reference, all_metrics = train(useful + equal)
-    found, metrics = train(useful, skipped_tokens=sum(int(e.mask.sum()) for e in equal))
+    found, metrics = train(useful, skipped=sum(aggregate.divisor_of(e.mask) for e in equal))
     assert_trees_close(found, reference, atol=1e-6)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], all_metrics[name], rtol=1e-5)
@@ -146,7 +148,8 @@ def test_on_policy_the_importance_ratio_is_one(
     _, summary = step.gradients(params, [step.put(rows) for rows in pack(examples, ladder)], 1)
     assert summary["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert summary["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert summary["clip_fraction"] == 0
+    assert summary["clip_low_fraction"] == summary["clip_high_fraction"] == summary["ratio_outside_fraction"] == 0
+    assert summary["effective_sample_size"] == pytest.approx(1.0, abs=1e-6)
     assert abs(summary["kl_k3"]) < 1e-7
     assert 0 < summary["logprob_difference_tokens"] < sum(e.mask.sum() for e in examples)
     assert summary["logprob_difference_max"] < 1e-5
