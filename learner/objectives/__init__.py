@@ -7,6 +7,8 @@ What happens to a batch, in this order:
   one of ``DIVERGENCES`` and the entropy are added, and one of ``AGGREGATIONS`` weighs tokens against each other
   (``policy``); ``diagnostics`` are measured on the way;
 * after micro-batches and devices have been added up, ``Terms`` are divided, once.
+
+``values`` holds what needs a value head, which the decoder does not have yet.
 """
 
 from collections.abc import Callable
@@ -37,6 +39,7 @@ from learner.objectives.losses import (
 )
 from learner.objectives.policy import policy_objective
 from learner.objectives.terms import Objective, Terms
+from learner.objectives.values import VTrace, gae, value_loss, vtrace
 
 AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
     "token_mean": token_mean,
@@ -59,12 +62,14 @@ __all__ = [
     "PolicyLoss",
     "Surrogate",
     "Terms",
+    "VTrace",
     "batch_mean",
     "cispo",
     "cross_entropy",
     "decoupled_ppo",
     "dppo",
     "dr_grpo",
+    "gae",
     "geometric_rejection",
     "grpo",
     "gspo",
@@ -84,4 +89,6 @@ __all__ = [
     "truncated_sequence",
     "truncated_token",
     "turn_credit",
+    "value_loss",
+    "vtrace",
 ]
