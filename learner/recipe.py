@@ -103,7 +103,10 @@ class Recipe:
         return Prepared(examples, informative, skipped_divisor, facts)
 
     def wants_more(self, leases: Sequence[Lease], prepared: Prepared) -> bool:
-        """Whether another lease is to be added to the batch that ``leases`` make."""
+        """Whether another lease is to be added to the batch that ``leases`` make.
+
+        Judged by this process alone: the processes of a larger gang would have to agree first.
+        """
         return (
             self.uninformative == "refill"
             and prepared.informative_groups < len(leases[0].groups)

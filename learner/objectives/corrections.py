@@ -64,7 +64,7 @@ def truncated_sequence(log_ratio_RT: jax.Array, rows: Rows, *, cap: float) -> ja
         rows: the micro-batch.
         cap: C, at least 1.
     """
-    log_ratio_RS = sequence_sums(jnp.where(rows.mask, log_ratio_RT, 0.0), rows.segments)
+    log_ratio_RS = sequence_sums(log_ratio_RT, rows.segments)
     return stop_gradient(at_tokens(jnp.minimum(bounded_exp(log_ratio_RS), cap), rows.segments))
 
 

@@ -190,7 +190,7 @@ def decoupled_ppo(
         anchor_RT = alpha_RT * rows.logprobs + (1.0 - alpha_RT) * current_RT
     drift_RT = jnp.where(rows.mask, scores.logprob - anchor_RT, 0.0)
     surrogate = _clipped(bounded_exp(drift_RT), rows, clip_low, clip_high, None)
-    weight_RT = stop_gradient(behaviour_weight(jnp.where(rows.mask, anchor_RT - rows.logprobs, 0.0), rows))
+    weight_RT = behaviour_weight(jnp.where(rows.mask, anchor_RT - rows.logprobs, 0.0), rows)
     return surrogate._replace(loss=weight_RT * surrogate.loss)
 
 
