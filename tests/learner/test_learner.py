@@ -46,6 +46,13 @@ class Actors:
     def broadcast(self, version: int, weights) -> None:
         self.versions.append(version)
 
+    def fill(self, buffer: Buffer, groups: int) -> None:
+        """Commit so many groups now, without the thread."""
+        rng = np.random.default_rng(0)
+        for _ in range(groups):
+            slot = buffer.reserve("worker-0", 10.0)
+            buffer.commit(*(self._trajectory(rng, slot.group, slot.task, i) for i in range(slot.group_size)))
+
     async def _work(self) -> None:
         buffer = AsyncBuffer(self._url, self._run_name, timeout_seconds=10.0)
         rng = np.random.default_rng(0)
@@ -225,10 +232,7 @@ def test_a_stop_gives_back_all_leases_of_a_batch_that_waits_to_be_refilled(run) 
     run.open(2)
     learner, stop = run.learner(uninformative="refill", extra_leases=2), threading.Event()
     learner.start()
-    for task in range(GROUPS):  # only as many groups as one lease, and the first says nothing
-        slot = run.buffer.reserve("worker-0", 10.0)
-        rng = np.random.default_rng(task)
-        run.buffer.commit(*(run.actors._trajectory(rng, slot.group, slot.task, i) for i in range(slot.group_size)))
+    run.actors.fill(run.buffer, GROUPS)  # only as many groups as one lease, and the first says nothing
     stop_soon = threading.Timer(1.0, stop.set)
     stop_soon.start()
     learner.run(1, stop, lambda record: pytest.fail("the batch was never full"))
@@ -236,6 +240,26 @@ def test_a_stop_gives_back_all_leases_of_a_batch_that_waits_to_be_refilled(run) 
     learner.close()
     stats = run.buffer.stats()
     assert (stats.leased, stats.ready, stats.unaccounted) == (0, GROUPS, 0)
+
+
+def test_a_crash_between_the_acks_of_a_refilled_batch_loses_no_group(run) -> None:
+    run.open(4)
+    learner = run.learner()
+    learner.start()
+    run.actors.fill(run.buffer, 2 * GROUPS)
+    epoch = run.buffer.begin_epoch()
+    first, second = (run.buffer.lease(epoch, version, 10.0) for version in (0, 1))
+    assert not set(first.group_ids) & set(second.group_ids)
+    run.buffer.announce(epoch, 2)
+    run.buffer.ack(first, 2)  # and no more: the learner died
+    stats = run.buffer.stats()
+    assert (stats.version, stats.leased, stats.counters["acked"]) == (2, GROUPS, GROUPS)
+    again = run.learner()
+    again.start()
+    stats = run.buffer.stats()
+    assert (stats.leased, stats.ready, stats.unaccounted) == (0, 2 * GROUPS, 0)
+    for one in (learner, again):
+        one.close()
 
 
 def test_the_policies_that_the_objective_compares_with_are_scored_before_each_step(run, make_step) -> None:
