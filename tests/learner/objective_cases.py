@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from learner.models.logprobs import TokenScores
-from learner.packing import Rows
+from learner.packing import Example, Rows
 
 VERSION = 5
 LENGTHS = ((5, 7, 3), (17,), (), (6, 4))
@@ -63,3 +64,28 @@ def sequences(rows: Rows) -> Iterator[list[tuple[int, int]]]:
             ]
             if members:
                 yield members
+
+
+def examples_of_unequal_length() -> list[Example]:
+    rng = np.random.default_rng(3)
+    made = []
+    for size in (31, 16, 15, 12, 9, 7, 5, 3, 2):
+        mask = rng.random(size) < 0.5
+        mask[0] = False
+        made.append(
+            Example(
+                tokens=rng.integers(0, 99, size, dtype=np.int32),
+                mask=mask,
+                logprobs=rng.normal(-2.0, 0.3, size).astype(np.float32),
+                versions=rng.integers(0, VERSION + 1, size).astype(np.int32),
+                advantages=rng.normal(size=size).astype(np.float32),
+            )
+        )
+    return made
+
+
+def toy_policy(logits: jax.Array, rows: Rows) -> TokenScores:
+    """Scores of a policy whose next token depends on the last: a parameter matrix [99, 99]."""
+    log_RTV = jax.nn.log_softmax(logits[rows.tokens])
+    chosen_RT = jnp.take_along_axis(log_RTV, jnp.asarray(rows.targets)[..., None], axis=-1)[..., 0]
+    return TokenScores(chosen_RT, -jnp.sum(jnp.exp(log_RTV) * log_RTV, -1), chosen_RT > -1)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from objective_cases import SHAPE, VERSION, random_case, sequences, trained_tokens
+from objective_cases import (
+    SHAPE,
+    VERSION,
+    examples_of_unequal_length,
+    random_case,
+    sequences,
+    toy_policy,
+    trained_tokens,
+)
 
-from learner.models.logprobs import TokenScores
 from learner.objectives import (
     AGGREGATIONS,
     DIVERGENCES,
@@ -23,7 +34,7 @@ from learner.objectives import (
     truncated_sequence,
 )
 from learner.objectives.sequences import at_tokens, sequence_means, sequence_sums, trained_lengths
-from learner.packing import Example, Ladder, Rows, pack
+from learner.packing import Ladder, Rows, pack
 
 MADE = {name: make(40) if name == "sequence_sum" else make() for name, make in AGGREGATIONS.items()}
 
@@ -83,31 +94,6 @@ def test_leaving_out_what_has_no_gradient_changes_no_loss() -> None:
         assert found == pytest.approx(float(whole), rel=1e-5), name
 
 
-def sequences_of_unequal_length() -> list[Example]:
-    rng = np.random.default_rng(3)
-    made = []
-    for size in (31, 16, 15, 12, 9, 7, 5, 3, 2):
-        mask = rng.random(size) < 0.5
-        mask[0] = False
-        made.append(
-            Example(
-                tokens=rng.integers(0, 99, size, dtype=np.int32),
-                mask=mask,
-                logprobs=rng.normal(-2.0, 0.3, size).astype(np.float32),
-                versions=rng.integers(0, VERSION + 1, size).astype(np.int32),
-                advantages=rng.normal(size=size).astype(np.float32),
-            )
-        )
-    return made
-
-
-def toy_policy(logits: jax.Array, rows: Rows) -> TokenScores:
-    """Scores of a policy whose next token depends on the last: a parameter matrix [99, 99]."""
-    log_RTV = jax.nn.log_softmax(logits[rows.tokens])
-    chosen_RT = jnp.take_along_axis(log_RTV, jnp.asarray(rows.targets)[..., None], axis=-1)[..., 0]
-    return TokenScores(chosen_RT, -jnp.sum(jnp.exp(log_RTV) * log_RTV, -1), chosen_RT > -1)
-
-
 def accumulate(one, batches: list[Rows]) -> dict[str, tuple]:
     """Gradient and summary under each aggregation, of a batch that is cut into ``batches``."""
     totals = one(batches[0])
@@ -144,7 +130,7 @@ def test_no_way_of_cutting_a_batch_changes_its_gradient_under_any_aggregation(lo
 
         return {name: jax.grad(total, has_aux=True)(logits, aggregation) for name, aggregation in MADE.items()}
 
-    examples = sequences_of_unequal_length()
+    examples = examples_of_unequal_length()
     whole = pack(examples, Ladder(((16, 32),)))
     assert len(whole) == 1 and not whole[0].segments[-1].any(), "the last rows are empty"
     expected = accumulate(one, whole)
@@ -157,6 +143,24 @@ def test_no_way_of_cutting_a_batch_changes_its_gradient_under_any_aggregation(lo
             np.testing.assert_allclose(gradient, whole_gradient, rtol=1e-4, atol=1e-7, err_msg=name)
             for fact, value in whole_summary.items():
                 np.testing.assert_allclose(summary[fact], value, rtol=1e-4, atol=1e-6, err_msg=f"{name} {fact}")
+
+
+def test_eight_devices_give_the_gradient_of_one_for_every_loss_and_aggregation() -> None:
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("sharded_objectives.py")],
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == len(POLICY_LOSSES) * len(AGGREGATIONS)
 
 
 def test_the_entropy_bonus_acts_only_below_its_cap() -> None:
