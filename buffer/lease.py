@@ -26,6 +26,7 @@ class Lease:
         groups: the trajectories of each group of this shard, ordered by index.
         corrections: float64[G], for each of these groups the importance-sampling weight that makes a weighted mean over
             the batch an unbiased estimate of the plain mean over what was ready; 1 unless the order is ``priority``.
+        mean_correction: mean of those of the whole batch, all shards.
     """
 
     epoch: int
@@ -36,6 +37,7 @@ class Lease:
     batch: dict[str, int]
     groups: list[list[Trajectory]]
     corrections: np.ndarray
+    mean_correction: float = 1.0
 
     @property
     def group_ids(self) -> list[str]:

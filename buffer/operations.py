@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -290,6 +291,7 @@ class Operations:
                 batch={name: group.shard for name, group in claim.groups.items()},
                 groups=[decoded[name] for name in own],
                 corrections=np.array([group.correction for group in own.values()], np.float64),
+                mean_correction=fmean(group.correction for group in claim.groups.values()) if claim.groups else 1.0,
             )
 
     def ack(self, lease: Lease, version: int) -> Steps[None]:

@@ -116,7 +116,6 @@ class LearnerActor:
                 payload_urls=self._config.buffer.payload_urls,
             ),
             publisher=Publisher(
-                model,
                 partial(broadcast, samplers, settings.publish_timeout_seconds),
                 attempts=PUBLISH_ATTEMPTS,
                 backoff_seconds=PUBLISH_BACKOFF_SECONDS,

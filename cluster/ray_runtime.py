@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.errors import RayUnavailable
 
@@ -112,7 +113,8 @@ def jax_environment(threads: int) -> dict[str, str]:
     """Environment of an actor that runs JAX on ``threads`` threads of a CPU; give it as ``runtime_env["env_vars"]``.
 
     XLA sizes its pools by the machine, and two processes that each use every core slow each other down. Memory stays
-    at its peak (with glibc's allocator), unless the user's environment says otherwise.
+    at its peak (with glibc's allocator), and what is compiled is kept for the next run, unless the user's environment
+    says otherwise.
     """
     # XLA allocates its scratch anew on every call. glibc would map and unmap it each time, and much of a small model's
     # time would go into page faults: let it keep what it once had, in one arena for all threads.
@@ -122,8 +124,10 @@ def jax_environment(threads: int) -> dict[str, str]:
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "MALLOC_TOP_PAD_": str(64 << 20),  # what is asked of the system at once
     }
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(cache / "headrace" / "compiled")}
     return {
-        **{name: os.environ.get(name, value) for name, value in allocator.items()},
+        **{name: os.environ.get(name, value) for name, value in (allocator | compiled).items()},
         "NPROC": str(threads),  # XLA's thread pools
         "OMP_NUM_THREADS": str(threads),
         "XLA_FLAGS": " ".join(

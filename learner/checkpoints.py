@@ -25,6 +25,12 @@ _STATE, _ABOUT, _SCORE = "state", "about", "score"
 
 logger = logging.getLogger(__name__)
 
+# What several devices hold is written by one of them: shared among them, each share is cut out by a program that would
+# be compiled in the middle of the training.
+ocp.type_handlers.register_type_handler(
+    jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False), override=True
+)
+
 
 class Restored(NamedTuple):
     """What a checkpoint held.

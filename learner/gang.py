@@ -14,6 +14,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+_MOST_NUMBERS = 64
+"""That are gathered at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gang:
@@ -38,10 +41,18 @@ class Gang:
         if self.count == 1:
             return said[None]
         # 64-bit numbers would be cut to 32 on the devices.
-        halves = np.stack([said >> 32, said & 0xFFFFFFFF]).astype(np.uint32)
-        gathered = multihost_utils.process_allgather(halves).astype(np.int64)
-        whole: np.ndarray = (gathered[:, 0].astype(np.int32).astype(np.int64) << 32) | gathered[:, 1]
-        return whole
+        halves = np.concatenate([_wide(said >> 32), _wide(said & 0xFFFFFFFF)]).astype(np.uint32)
+        high, low = np.split(multihost_utils.process_allgather(halves).astype(np.int64), 2, axis=1)
+        whole: np.ndarray = (high.astype(np.int32).astype(np.int64) << 32) | low
+        return whole[:, : len(said)]
+
+    def gather_floats(self, numbers: Sequence[float]) -> np.ndarray:
+        """float32[count, len(numbers)]: what each process says; all must pass equally many."""
+        said = np.asarray(numbers, np.float32)
+        if self.count == 1:
+            return said[None]
+        gathered: np.ndarray = multihost_utils.process_allgather(_wide(said))
+        return gathered[:, : len(said)]
 
     def follow(self, numbers: Sequence[int]) -> list[int]:
         """What the process that leads says."""
@@ -62,6 +73,11 @@ def join_gang(coordinator: str, index: int, count: int) -> Gang:
         return Gang()
     jax.distributed.initialize(coordinator, num_processes=count, process_id=index)
     return Gang(index, count)
+
+
+def _wide(numbers: np.ndarray) -> np.ndarray:
+    """Always of the same length, so that it is compiled once."""
+    return np.pad(numbers, (0, _MOST_NUMBERS - len(numbers)))
 
 
 def digest(text: str) -> int:

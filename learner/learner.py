@@ -25,7 +25,9 @@ from flax import nnx
 
 from buffer import Buffer, BufferUnavailable, Fenced, Lease, WaitTimeout
 from learner.checkpoints import Checkpoints
+from learner.gang import Gang
 from learner.models.compilations import CompilationCounter
+from learner.models.weights import gather_hf, to_hf
 from learner.packing import Ladder, Rows, empty_rows
 from learner.patience import patiently
 from learner.publisher import PublicationError, Publisher
@@ -47,7 +49,7 @@ class DivergedError(RuntimeError):
 
 
 class Learner:
-    """One learner gang of one process. Call :meth:`start`, :meth:`run`, :meth:`close`, in this order."""
+    """One process of a learner gang. Call :meth:`start`, :meth:`run`, :meth:`close`, in this order."""
 
     def __init__(
         self,
@@ -63,13 +65,14 @@ class Learner:
         batch_timeout_seconds: float,
         outage_seconds: float,
         anchors: Sequence[Anchor] = (),
+        gang: Gang = Gang(),  # noqa: B008 - it is immutable
     ) -> None:
         """Make a learner; nothing is started.
 
         Args:
             step: the training step; trains on the shapes of ``ladder``.
             params: where training starts, unless there is a checkpoint; and the reference, in any case.
-            ladder: shapes to pack into.
+            ladder: shapes to pack into; in a gang, those of this process's part of a micro-batch.
             recipe: what becomes of leased groups.
             buffer: an open buffer.
             publisher: hands weights to the samplers.
@@ -77,13 +80,15 @@ class Learner:
             checkpoint_every_steps: steps between checkpoints.
             batch_timeout_seconds: longest wait for one batch.
             outage_seconds: how long the buffer may be away before the training ends.
+            gang: the processes that train together; all make the same calls, and the first one talks to buffer and
+                samplers.
             anchors: policies whose log-probabilities the objective reads in ``Rows``; each costs a forward pass.
         """
-        self._train, self._params = step, params
+        self._train, self._params, self._model = step, params, step.model
         self._ladder, self._recipe, self._anchors = ladder, recipe, tuple(anchors)
         self._reference = params
         self._buffer = buffer
-        self._publisher, self._checkpoints = publisher, checkpoints
+        self._publisher, self._checkpoints, self._gang = publisher, checkpoints, gang
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
         self._outage = outage_seconds
         self._compilations = CompilationCounter()
@@ -118,7 +123,9 @@ class Learner:
         """
         self._state = self._train.initialise(self._params)
         latest = self._checkpoints.latest()
-        taken, saved_version = self._buffer.announced(), -1
+        [taken] = self._gang.follow([self._buffer.announced()])
+        self._gang.gather_floats([0.0])  # compiled now
+        saved_version = -1
         if latest is not None:
             self._state, saved_version = self._checkpoints.restore(latest, self._train.abstract_state)
             self._step = latest
@@ -129,11 +136,8 @@ class Learner:
         self._train.warm_up(self._state)
         for shape in self._ladder.shapes:
             jax.block_until_ready(self._anchored(self._train.put(empty_rows(shape))))
-        self._epoch = self._buffer.begin_epoch()
-        undone = self._buffer.rollback(self._epoch, saved_version)
-        self._buffer.checkpointed(self._epoch, saved_version)
-        if undone:
-            logger.info("%d groups that were trained after the checkpoint come again", undone)
+        epoch = self._begin_epoch(saved_version) if self._gang.leads else 0
+        [self._epoch] = self._gang.follow([epoch])
         self._version = taken + 1
         self._publish(partial(self._buffer.advance, self._epoch, self._version))
         self._publisher.flush()
@@ -171,11 +175,13 @@ class Learner:
             timeout_seconds=self._batch_timeout,
             outage_seconds=self._outage,
             stop=stop,
+            gang=self._gang,
         )
         try:
             if self._step < total_steps:
                 stream.request(self._version)
-            while self._step < total_steps and not stop.is_set():
+            # A larger gang stops when all have heard of it, which the stream sees to.
+            while self._step < total_steps and not (stop.is_set() and self._gang.count == 1):
                 waiting = time.monotonic()
                 batch = stream.take()
                 if batch is None:
@@ -203,6 +209,14 @@ class Learner:
         """End the threads."""
         self._publisher.close()
         self._checkpoints.close()
+
+    def _begin_epoch(self, saved_version: int) -> int:
+        epoch = self._buffer.begin_epoch()
+        undone = self._buffer.rollback(epoch, saved_version)
+        self._buffer.checkpointed(epoch, saved_version)
+        if undone:
+            logger.info("%d groups that were trained after the checkpoint come again", undone)
+        return epoch
 
     def _make_step(self, batch: Batch, idle: float) -> Record:
         """Train on one batch and queue the result for publication."""
@@ -249,11 +263,18 @@ class Learner:
             self._buffer.ack(lease, version)
 
     def _publish(self, acknowledge: Callable[[], None]) -> None:
-        snapshot = self._train.snapshot(self._state.params)
+        if self._gang.count == 1:
+            snapshot = self._train.snapshot(self._state.params)
+            weights = partial(to_hf, self._model, snapshot)
+        else:  # every process has a part, so they bring it together before they go on
+            whole = gather_hf(self._model, self._state.params)
+            if not self._gang.leads:
+                return
+            weights = partial(dict, whole)
         announce = partial(self._buffer.announce, self._epoch, self._version)
         self._publisher.publish(
             self._version,
-            snapshot,
+            weights,
             announce=partial(patiently, announce, self._outage),
             acknowledge=partial(patiently, acknowledge, self._outage),
         )
@@ -266,6 +287,6 @@ class Learner:
 
     def _confirm_saved(self, outage_seconds: float) -> None:
         """Tell the buffer of the last checkpoint once it is durable."""
-        if self._saving is not None and self._checkpoints.durable():
+        if self._saving is not None and self._gang.leads and self._checkpoints.durable():
             patiently(partial(self._buffer.checkpointed, self._epoch, self._saving), outage_seconds)
             self._saving = None

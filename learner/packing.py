@@ -113,6 +113,19 @@ class Ladder:
         tokens = rows_of_longest * lengths[-1]
         return cls(tuple((tokens // length // row_multiple * row_multiple, length) for length in lengths))
 
+    def part(self, count: int) -> Ladder:
+        """What each of ``count`` processes places of a micro-batch.
+
+        Raises:
+            PackingError: the rows cannot be shared equally.
+        """
+        for rows, length in self.shapes:
+            if rows % count:
+                raise PackingError(
+                    f"{rows} rows of {length} tokens cannot be shared by {count} processes; use a multiple of {count}"
+                )
+        return Ladder(tuple((rows // count, length) for rows, length in self.shapes))
+
     @property
     def longest(self) -> int:
         """The longest sequence that fits, in tokens."""

@@ -17,10 +17,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol
 
 import numpy as np
-from flax import nnx
-
-from learner.models.config import ModelConfig
-from learner.models.weights import to_hf
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +49,6 @@ class Publisher:
 
     def __init__(
         self,
-        model: ModelConfig,
         broadcast: Broadcast,
         *,
         attempts: int,
@@ -63,13 +58,12 @@ class Publisher:
         """Make a publisher.
 
         Args:
-            model: the model whose weights are published.
             broadcast: reaches the samplers; has a deadline of its own.
             attempts: how often a version is tried before the run fails.
             backoff_seconds: pause after the first failed attempt; doubles with each.
             timeout_seconds: longest wait for one publication, all attempts together.
         """
-        self._model, self._broadcast = model, broadcast
+        self._broadcast = broadcast
         self._attempts, self._backoff, self._timeout = attempts, backoff_seconds, timeout_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._outstanding: deque[tuple[int, Future[None]]] = deque()
@@ -79,13 +73,18 @@ class Publisher:
         """How long the last finished publication took."""
 
     def publish(
-        self, version: int, params: nnx.State, *, announce: Callable[[], None], acknowledge: Callable[[], None]
+        self,
+        version: int,
+        weights: Callable[[], Mapping[str, np.ndarray]],
+        *,
+        announce: Callable[[], None],
+        acknowledge: Callable[[], None],
     ) -> None:
         """Queue a version; waits while two are outstanding.
 
         Args:
             version: its number.
-            params: its parameters; must not be donated to a later step.
+            weights: brings them to the host, under their Hugging Face names; called beside the step.
             announce: called before any sampler gets the weights: tells the buffer that the number is taken.
             acknowledge: called after every sampler acknowledged: tells the buffer.
 
@@ -94,7 +93,7 @@ class Publisher:
         """
         while self._outstanding and (self._outstanding[0][1].done() or len(self._outstanding) >= _MOST_OUTSTANDING):
             self._finish_oldest()
-        self._outstanding.append((version, self._thread.submit(self._run, version, params, announce, acknowledge)))
+        self._outstanding.append((version, self._thread.submit(self._run, version, weights, announce, acknowledge)))
 
     def flush(self) -> None:
         """Wait until everything queued is published.
@@ -129,11 +128,15 @@ class Publisher:
             raise
 
     def _run(
-        self, version: int, params: nnx.State, announce: Callable[[], None], acknowledge: Callable[[], None]
+        self,
+        version: int,
+        bring: Callable[[], Mapping[str, np.ndarray]],
+        announce: Callable[[], None],
+        acknowledge: Callable[[], None],
     ) -> None:
         start = time.monotonic()
         announce()
-        weights = to_hf(self._model, params)
+        weights = bring()
         for attempt in range(1, self._attempts + 1):
             try:
                 self._broadcast(version, weights)

@@ -69,10 +69,16 @@ class Recipe:
 
     def prepare(self, leases: Sequence[Lease]) -> Prepared:
         """Turn the groups of all ``leases`` into one batch, to be trained by the version of the first."""
-        groups = [group for lease in leases for group in lease.groups]
+        # Corrections of mean 1, which bounds what a group that was drawn against the odds may weigh.
+        drawn = [
+            (group, correction / lease.mean_correction)
+            for lease in leases
+            for group, correction in zip(lease.groups, lease.corrections, strict=True)
+        ]
+        # By task, so that sums round the same way in whichever order groups came, or came again after a restart.
+        drawn.sort(key=lambda pair: (pair[0][0].task, pair[0][0].group))
+        groups, corrections = [group for group, _ in drawn], [correction for _, correction in drawn]
         advantages = self.credit([[self._rewards(t) for t in group] for group in groups])
-        # Of mean 1, which bounds what a group that was drawn against the odds may weigh.
-        corrections = np.concatenate([lease.corrections / lease.corrections.mean() for lease in leases])
         examples: list[Example] = []
         informative, skipped_tokens, skipped_divisor, masked = 0, 0, 0.0, 0
         for group, group_advantages, correction in zip(groups, advantages, corrections, strict=True):
@@ -105,7 +111,7 @@ class Recipe:
     def wants_more(self, leases: Sequence[Lease], prepared: Prepared) -> bool:
         """Whether another lease is to be added to the batch that ``leases`` make.
 
-        Judged by this process alone: the processes of a larger gang would have to agree first.
+        Judged by this process alone, so only a gang of one may refill.
         """
         return (
             self.uninformative == "refill"
@@ -137,15 +143,37 @@ def spread(advantage_K: np.ndarray, mask_T: np.ndarray) -> np.ndarray:
     return np.where(mask_T, advantage_K[np.cumsum(begins_T) - 1], 0.0).astype(np.float32)
 
 
+def combine_facts(facts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Facts about a batch from those about its shards."""
+    share = np.array([each["trajectories"] for each in facts]) / max(1, sum(each["trajectories"] for each in facts))
+    combined: dict[str, float] = {}
+    for name in facts[0]:
+        values = np.array([each[name] for each in facts])
+        match name:
+            case "reward_mean" | "success_mean" | "staleness_mean":
+                combined[name] = float(values @ share)
+            case "padding_fraction":  # all have as many positions
+                combined[name] = float(values.mean())
+            case "staleness_max" | "leases":
+                combined[name] = float(values.max())
+            case _:
+                combined[name] = float(values.sum())
+    return combined
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
 def _facts(leases: Sequence[Lease]) -> dict[str, float]:
     trajectories = [trajectory for lease in leases for trajectory in lease.trajectories]
     # A later lease of the same batch was judged by a later version than the one that trains it.
     staleness = np.array([leases[0].version - trajectory.oldest_version for trajectory in trajectories])
     return {
-        "reward_mean": float(np.mean([t.reward for t in trajectories])),
-        "success_mean": float(np.mean([float(t.metadata.get("success", 0.0)) for t in trajectories])),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": int(staleness.max()),
+        "reward_mean": _mean([t.reward for t in trajectories]),
+        "success_mean": _mean([float(t.metadata.get("success", 0.0)) for t in trajectories]),
+        "staleness_mean": _mean(staleness),
+        "staleness_max": int(staleness.max(initial=0)),
         "tokens": sum(len(t.tokens) for t in trajectories),
         "trajectories": len(trajectories),
         "leases": len(leases),

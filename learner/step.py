@@ -78,6 +78,7 @@ class TrainStep:
                 log-probabilities and gradients between micro-batches are float32.
             kernel: of attention; ``splash`` for TPUs, whose rows are multiples of 128 long.
         """
+        self.model = config
         self._graph, self._abstract_params = abstract_model(config)
         self._mesh, self._ladder = mesh, ladder
         self._optimizer, self._objective = optimizer, objective
@@ -102,7 +103,7 @@ class TrainStep:
         )
 
     def place(self, params: nnx.State) -> nnx.State:
-        """A copy of parameters, on the devices."""
+        """A copy of parameters, on the devices. In a gang they must be there already, see ``weights.read_params``."""
         return self.snapshot(jax.device_put(params, self._split))
 
     def initialise(self, params: nnx.State) -> TrainState:
@@ -121,7 +122,7 @@ class TrainStep:
 
     def warm_up(self, state: TrainState) -> None:
         """Compile and run the step for every shape of the ladder; ``state`` is left as it is."""
-        batch = [self.put(empty_rows(shape)) for shape in self._ladder.shapes]
+        batch = [self.put(empty_rows(shape)) for shape in self._ladder.part(jax.process_count()).shapes]
         spare = TrainState(self.snapshot(state.params), jax.tree.map(jnp.copy, state.moments), jnp.copy(state.step))
         spare = jax.device_put(spare, shardings(self._mesh, spare))
         jax.block_until_ready(self(spare, batch, version=0))

@@ -8,6 +8,10 @@ The buffer has one lease per version. A batch that is refilled with more informa
 versions that follow, each judged by its own version and so at least as strictly as by the one that trains it. They are
 acknowledged together, as trained by weights whose version is above all of theirs: the step raises the version by the
 number of its leases. Every leased group is acknowledged once, and staleness is overestimated, never underestimated.
+
+In a gang each process leases and packs its own shard, and when a batch is taken all agree: on the lease, on the number
+of micro-batches of each shape, and on whether to go on. That happens in the thread that trains, because what processes
+do on devices must have one order.
 """
 
 from __future__ import annotations
@@ -19,10 +23,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from buffer import Buffer, Lease, WaitTimeout
-from learner.packing import Ladder, Rows, pack, padding_fraction
+import numpy as np
+
+from buffer import Buffer, BufferUnavailable, Lease, WaitTimeout
+from learner.gang import Gang, digest
+from learner.packing import Ladder, Rows, empty_rows, pack, padding_fraction
 from learner.patience import patiently
-from learner.recipe import Recipe
+from learner.recipe import Recipe, combine_facts
+
+_READY, _STOPPED, _FAILED = range(3)
 
 _LOOK_SECONDS = 0.5
 """How often a wait for trajectories looks whether it should stop."""
@@ -67,23 +76,25 @@ class Stream:
         timeout_seconds: float,
         outage_seconds: float,
         stop: threading.Event,
+        gang: Gang = Gang(),  # noqa: B008 - it is immutable
     ) -> None:
         """Make a stream; nothing is fetched before it is requested.
 
         Args:
             buffer: where batches come from.
             epoch: of this learner gang.
-            ladder: shapes to pack into.
+            ladder: shapes to pack into; in a gang, those of this process's part of a micro-batch.
             recipe: what becomes of leased groups.
             put: places a micro-batch on the devices.
             timeout_seconds: longest wait for one lease.
             outage_seconds: how long the buffer may be away.
             stop: ends every wait when set.
+            gang: the processes that each take a shard of a lease.
         """
         self._buffer, self._epoch = buffer, epoch
         self._ladder, self._recipe, self._put = ladder, recipe, put
         self._timeout, self._outage = timeout_seconds, outage_seconds
-        self._stop, self._closing = stop, threading.Event()
+        self._stop, self._closing, self._gang = stop, threading.Event(), gang
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._next: Future[Batch | None] | None = None
 
@@ -101,9 +112,8 @@ class Stream:
         """
         if self._next is None:
             raise RuntimeError("no batch is requested; call request first")
-        batch = self._next.result()
-        self._next = None
-        return batch
+        pending, self._next = self._next, None
+        return pending.result() if self._gang.count == 1 else self._agree(pending)
 
     def close(self) -> None:
         """Stop fetching and give back a batch that nobody took."""
@@ -111,7 +121,7 @@ class Stream:
         self._thread.shutdown()
         if self._next is not None and self._next.exception() is None:
             batch = self._next.result()
-            if batch is not None:
+            if batch is not None and self._gang.leads:
                 self._release(batch.leases)
         self._next = None
 
@@ -120,7 +130,7 @@ class Stream:
         while True:
             lease = self._lease(version + len(leases))
             if lease is None:
-                self._release(leases)
+                self._release(leases)  # none, but under refill, which only a gang of one does
                 return None
             leases.append(lease)
             prepared = self._recipe.prepare(leases)
@@ -128,14 +138,59 @@ class Stream:
                 break
         packed = pack(prepared.examples, self._ladder)
         facts = prepared.facts | {"padding_fraction": padding_fraction(packed)}
-        return Batch(leases, [self._put(rows) for rows in packed], prepared.skipped_divisor, facts)
+        if self._gang.count == 1:  # in a larger gang it is not known yet with what the others come
+            packed = [self._put(rows) for rows in packed]
+        return Batch(leases, packed, prepared.skipped_divisor, facts)
+
+    def _agree(self, pending: Future[Batch | None]) -> Batch | None:
+        """Wait until every process has its shard of the same lease, and as many micro-batches of each shape.
+
+        Raises:
+            WaitTimeout: a process got no shard in time.
+        """
+        error: Exception | None = None
+        while True:
+            try:
+                batch = pending.result()
+            except (WaitTimeout, BufferUnavailable) as caught:  # which the others must hear of
+                batch, error = None, caught
+            state = _FAILED if error else _STOPPED if batch is None else _READY
+            counts = [_count(batch, shape) for shape in self._ladder.shapes]
+            lease = digest(batch.leases[0].id) if batch else 0
+            said = self._gang.gather([state, lease, *counts])
+            if (said[:, 0] != _READY).any():
+                if batch is not None and self._gang.leads:
+                    self._release(batch.leases)
+                if (said[:, 0] == _FAILED).any():
+                    raise error or WaitTimeout(
+                        f"process {int((said[:, 0] == _FAILED).argmax())} of the gang got no shard: its log says why"
+                    )
+                return None
+            assert batch is not None
+            if (said[:, 1] == said[0, 1]).all():
+                return self._complete(batch, said[:, 2:].max(axis=0))
+            # Redis forgot the lease between two of them: asked for again by the first process, it knows it again.
+            pending = self._thread.submit(self._fetch, batch.leases[0].version)
+
+    def _complete(self, batch: Batch, counts: np.ndarray) -> Batch:
+        """Fill up with empty micro-batches, and say of the whole batch what is known of its shards."""
+        rows: list[Rows] = []
+        for shape, count in zip(self._ladder.shapes, counts, strict=True):
+            own = [rows for rows in batch.micro_batches if rows.tokens.shape == shape]
+            rows += own + [empty_rows(shape)] * (int(count) - len(own))
+        names = [*batch.facts, "skipped_divisor"]
+        said = self._gang.gather_floats([*batch.facts.values(), batch.skipped_divisor])
+        facts = combine_facts([dict(zip(names, map(float, each), strict=True)) for each in said])
+        return Batch(batch.leases, [self._put(each) for each in rows], facts.pop("skipped_divisor"), facts)
 
     def _lease(self, version: int) -> Lease | None:
         """The lease of ``version``; None if the stream was stopped while waiting for it."""
         deadline = time.monotonic() + self._timeout
         while not (self._stop.is_set() or self._closing.is_set()):
             try:
-                return patiently(partial(self._buffer.lease, self._epoch, version, _LOOK_SECONDS), self._outage)
+                shard = {"shard": self._gang.index, "shards": self._gang.count}
+                lease = partial(self._buffer.lease, self._epoch, version, _LOOK_SECONDS, **shard)
+                return patiently(lease, self._outage)
             except WaitTimeout:
                 if time.monotonic() > deadline:
                     raise
@@ -144,3 +199,7 @@ class Stream:
     def _release(self, leases: list[Lease]) -> None:
         for lease in leases:
             self._buffer.release(lease)
+
+
+def _count(batch: Batch | None, shape: tuple[int, int]) -> int:
+    return sum(rows.tokens.shape == shape for rows in batch.micro_batches) if batch else 0

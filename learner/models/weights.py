@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
@@ -177,6 +177,18 @@ def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     return tensors
 
 
+def gather_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
+    """Like :func:`to_hf`, of parameters that are spread over the processes of a gang, all of which must call this.
+
+    Only the first process gets the tensors; for the others it is an empty dict.
+    """
+    tensors = {}
+    for name, tensor in _stored_tensors(config, params):
+        if jax.process_index() == 0:
+            tensors[name] = tensor
+    return tensors
+
+
 def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray], shardings: Any = None) -> nnx.State:
     """The parameters of a decoder from tensors under their Hugging Face names, in float32.
 
@@ -324,14 +336,16 @@ def _stored(tensor: _Tensor, part: np.ndarray) -> np.ndarray:
 
 def _stored_tensors(config: ModelConfig, params: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of a checkpoint, brought to the host one at a time."""
-    pick: Callable[..., jax.Array] = jax.jit(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
     leaves = _flat(params)
     for tensor in _tensors(config):
         leaf = leaves[tensor.path]
         for layer, name in enumerate(tensor.names):
-            part = pick(leaf, layer) if tensor.is_stacked else leaf
+            part = _pick(leaf, layer) if tensor.is_stacked else leaf
             host = np.asarray(part) if part.is_fully_addressable else process_allgather(part, tiled=True)
             yield name, _stored(tensor, host)
+
+
+_pick = jax.jit(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
 
 
 def _stored_bytes(config: ModelConfig) -> dict[str, int]:

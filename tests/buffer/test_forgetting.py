@@ -348,6 +348,7 @@ class Forgetting(RuleBasedStateMachine):
             self._ack(lease, self.next)
             if share == 2:
                 return
+        self.epoch = self.learner.begin_epoch()  # what a damaged group was taken out of is leased until it is whole
         self.workers.drain()
         self.learner.checkpointed(self.epoch, self.version)
         stats = self.workers.stats()

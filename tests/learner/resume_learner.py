@@ -1,6 +1,7 @@
 """A learner with deterministic actors, run by test_resume in a process that may be killed.
 
-``resume_learner.py URL RUN FOLDER STEPS``: goes on from the newest checkpoint in FOLDER. Appends what it trained to
+``resume_learner.py URL RUN FOLDER STEPS FSDP [PORT INDEX COUNT]``: goes on from the newest checkpoint in FOLDER, alone
+or as a process of a gang that meets at PORT. Appends what it trained to
 FOLDER/trained, a line of JSON a step: step, loss, and the tasks of the batch.
 """
 
@@ -16,10 +17,11 @@ import numpy as np
 
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, Limits, Status, Trajectory, WaitTimeout
 from learner.checkpoints import Checkpoints
+from learner.gang import Gang, join_gang
 from learner.learner import Learner
-from learner.mesh import make_mesh
+from learner.mesh import make_mesh, shardings
 from learner.models.config import ModelConfig
-from learner.models.weights import initial_params
+from learner.models.weights import abstract_model, from_hf, initial_params, to_hf
 from learner.objectives import cross_entropy, grpo, token_mean, trajectory_credit
 from learner.optimizer import make_optimizer
 from learner.packing import Ladder
@@ -45,11 +47,12 @@ class Noting(Buffer):
 
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
-        self.tasks = {}
+        self.tasks, self.shards = {}, {}
 
     def lease(self, epoch, version, timeout, **named):
         lease = super().lease(epoch, version, timeout, **named)
         self.tasks[version] = sorted({member.task for member in lease.trajectories})
+        self.shards[version] = sorted(lease.batch.values())
         return lease
 
 
@@ -94,7 +97,7 @@ class Actors(threading.Thread):
         )
 
 
-def main(url: str, run: str, folder: Path, steps: int, fsdp: int) -> None:
+def main(url: str, run: str, folder: Path, steps: int, fsdp: int, gang: Gang) -> None:
     buffer = Noting(url, run, timeout_seconds=10.0)
     buffer.open(
         Limits(
@@ -119,28 +122,33 @@ def main(url: str, run: str, folder: Path, steps: int, fsdp: int) -> None:
         beta2=0.95,
         max_grad_norm=1.0,
     )
-    mesh = make_mesh(MODEL, data=1, fsdp=fsdp, devices=jax.devices()[:fsdp])
+    mesh = make_mesh(MODEL, data=len(jax.devices()) // fsdp, fsdp=fsdp)
     actors = Actors(url, run)
     learner = Learner(
         TrainStep(MODEL, mesh, ladder, optimizer, cross_entropy, temperature=1.0),
-        initial_params(MODEL, seed=0),
-        ladder=ladder,
+        from_hf(MODEL, to_hf(MODEL, initial_params(MODEL, seed=0)), shardings(mesh, abstract_model(MODEL)[1])),
+        ladder=ladder.part(gang.count),
         recipe=Recipe(
             credit=partial(trajectory_credit, advantage=grpo),
             divisor_of=token_mean().divisor_of,
             uninformative="train",
         ),
         buffer=buffer,
-        publisher=Publisher(MODEL, actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
+        publisher=Publisher(actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
         checkpoints=Checkpoints(folder / "checkpoints", MODEL, keep=2),
         checkpoint_every_steps=3,
         batch_timeout_seconds=60.0,
         outage_seconds=30.0,
+        gang=gang,
     )
     learner.start()
-    actors.start()
+    if gang.leads:
+        actors.start()
 
     def note(record):
+        assert record["compilations_after_warmup"] == 0
+        if not gang.leads:
+            return
         line = {"step": record["step"], "loss": record["loss"].hex(), "tasks": buffer.tasks[record["version"]]}
         with (folder / "trained").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -150,4 +158,6 @@ def main(url: str, run: str, folder: Path, steps: int, fsdp: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    url, run, folder, steps, fsdp, port, index, count = (*sys.argv[1:], *("0", "0", "1"))[:8]
+    gang = join_gang(f"localhost:{port}", int(index), int(count))
+    main(url, run, Path(folder), int(steps), int(fsdp), gang)

@@ -117,9 +117,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 ),
                 anchors=anchors,
                 buffer=self.buffer,
-                publisher=Publisher(
-                    model, self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0
-                ),
+                publisher=Publisher(self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
                 checkpoints=Checkpoints(tmp_path / "checkpoints", model, keep=2),
                 checkpoint_every_steps=3,
                 batch_timeout_seconds=batch_timeout_seconds,

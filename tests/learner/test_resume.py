@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -24,16 +25,17 @@ def redis(tmp_path_factory):
         yield server
 
 
-def start(redis, run: str, folder: Path, *, fsdp: int = 1) -> subprocess.Popen:
+def start(redis, run: str, folder: Path, *gang: int, fsdp: int = 1) -> subprocess.Popen:
+    """Start a learner, or a process of a gang: the port where it meets, its index, and how many there are."""
     folder.mkdir(exist_ok=True)
     environment = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(_HERE.parents[1]),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={fsdp}",
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={1 if gang else fsdp}",
+        "JAX_COMPILATION_CACHE_DIR": str(redis.folder / "compiled"),  # what is compiled anew may round differently
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    arguments = [redis.url, run, str(folder), str(_STEPS), str(fsdp)]
+    arguments = [redis.url, run, str(folder), str(_STEPS), str(fsdp), *map(str, gang)]
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
             [sys.executable, str(_HERE / "resume_learner.py"), *arguments], env=os.environ | environment, stderr=log
@@ -92,3 +94,24 @@ def test_a_run_goes_on_on_another_mesh(redis, tmp_path, reference) -> None:
     }
     for step, record in reference.items():
         assert float.fromhex(moved[step]["loss"]) == pytest.approx(float.fromhex(record["loss"]), rel=1e-4)
+
+
+def test_a_gang_that_is_killed_and_resumed_trains_what_one_process_trains(redis, tmp_path, reference) -> None:
+    """Two processes, each of which leases its own shard of every batch."""
+    folder = tmp_path / "run"
+    for is_killed in (True, False):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        processes = [start(redis, "gang", folder, port, index, 2, fsdp=2) for index in range(2)]
+        if is_killed:
+            kill_after(processes[0], folder, 4, 0.05)
+            processes[1].kill()
+            processes[1].wait()
+        else:
+            for process in processes:
+                finish(process, folder)
+    for step, record in reference.items():
+        found = trained(folder)[step]
+        assert set(found["tasks"]) < set(record["tasks"]), "the first process trained on the other's shard"
+        assert float.fromhex(found["loss"]) == pytest.approx(float.fromhex(record["loss"]), rel=1e-4)
