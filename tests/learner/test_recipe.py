@@ -1,5 +1,6 @@
 """From leased groups to examples."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from buffer import NOT_SAMPLED, Lease, Status, Trajectory
 from learner.objectives import dr_grpo, overlong_penalty, sequence_mean_token_mean, token_mean, trajectory_credit
-from learner.recipe import Recipe, spread
+from learner.recipe import Recipe, combine_facts, spread
 
 MASK = np.array([0, 1, 1, 0, 0, 1, 0, 1, 1], bool)
 CREDIT = partial(trajectory_credit, advantage=dr_grpo)
@@ -130,6 +131,20 @@ def test_the_length_penalty_is_taken_from_the_reward_and_not_from_the_facts() ->
 
 
 def test_a_group_that_was_drawn_against_the_odds_weighs_its_correction() -> None:
-    drawn = lease(USEFUL, USEFUL)
-    drawn.corrections[:] = [1.0, 3.0]
+    drawn = replace(lease(USEFUL, USEFUL), corrections=np.array([1.0, 3.0]), mean_correction=2.0)
     assert advantages(recipe().prepare([drawn])) == [-0.25, 0.25, -0.75, 0.75]
+
+
+def test_the_order_in_which_groups_come_changes_nothing() -> None:
+    groups = [[replace(member, task=task) for member in group] for task, group in enumerate((USEFUL, USEFUL[::-1]))]
+    there, back = (recipe().prepare([lease(*order)]) for order in (groups, groups[::-1]))
+    assert [e.tokens.tobytes() for e in there.examples] == [e.tokens.tobytes() for e in back.examples]
+    assert advantages(there) == advantages(back)
+
+
+def test_facts_about_shards_make_those_about_the_batch() -> None:
+    shards = [recipe().prepare([lease(USEFUL)]).facts, recipe().prepare([lease(USEFUL, USEFUL)]).facts]
+    whole = recipe().prepare([lease(USEFUL, USEFUL, USEFUL)]).facts
+    assert combine_facts(shards) == pytest.approx(whole)
+    empty = recipe().prepare([lease()]).facts
+    assert combine_facts([*shards, empty]) == pytest.approx(whole)
