@@ -348,9 +348,9 @@ class Forgetting(RuleBasedStateMachine):
             self._ack(lease, self.next)
             if share == 2:
                 return
-        self.epoch = self.learner.begin_epoch()  # what a damaged group was taken out of is leased until it is whole
-        self.workers.drain()
         self.learner.checkpointed(self.epoch, self.version)
+        self._new_learner()  # a lease of which a group was condemned is kept until another learner takes over
+        self.workers.drain()
         stats = self.workers.stats()
         assert (stats.outstanding, stats.unaccounted, stats.unsaved, stats.bytes) == (0, 0, 0, 0)
         assert self.raw.keys(f"{self.prefix}group:*") == self.raw.keys(f"{self.prefix}payload:*") == []
