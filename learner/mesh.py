@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from learner.models.config import ModelConfig
@@ -58,7 +59,14 @@ def make_mesh(
     if size > len(devices):
         raise MeshError(f"mesh {data}x{fsdp}x{tensor} needs {size} devices; {len(devices)} exist: make it smaller")
     check_mesh(config, fsdp=fsdp, tensor=tensor)
-    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), (DATA, FSDP, TENSOR))
+    return Mesh(_arranged(devices[:size], (data, fsdp, tensor)), (DATA, FSDP, TENSOR))
+
+
+def _arranged(devices: Sequence[jax.Device], shape: tuple[int, int, int]) -> np.ndarray:
+    """The devices as an array of that shape; TPUs so that neighbours in the array are joined by links."""
+    if devices[0].platform != "tpu":
+        return np.asarray(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def check_mesh(config: ModelConfig, *, fsdp: int, tensor: int) -> None:

@@ -45,6 +45,20 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
+class Programs(NamedTuple):
+    """What runs on the devices for micro-batches of one shape, lowered and not yet compiled.
+
+    Attributes:
+        add: forward and backward pass of one micro-batch, added to what came before.
+        update: the optimizer's update, once per step.
+        score: log-probabilities of one micro-batch.
+    """
+
+    add: jax.stages.Lowered
+    update: jax.stages.Lowered
+    score: jax.stages.Lowered
+
+
 class TrainStep:
     """The compiled training step of one model on one mesh.
 
@@ -154,6 +168,28 @@ class TrainStep:
     def logprobs(self, params: nnx.State, rows: Rows) -> TokenScores:
         """Scores[R, T] of the targets of one micro-batch."""
         return self._score(params, rows)
+
+    def lower(self, shape: tuple[int, int]) -> Programs:
+        """The step's own programs for one shape of micro-batches (rows, tokens of a row), from shapes alone.
+
+        Nothing is allocated or run, so the devices of the mesh need not exist here.
+        """
+        state, gradient_and_terms = self.abstract_state, jax.eval_shape(self._zeros)
+        gradient, terms = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            gradient_and_terms,
+            (self._split, jax.tree.map(lambda _: self._whole, gradient_and_terms[1])),
+        )
+        rows = jax.tree.map(
+            lambda x_RT: jax.ShapeDtypeStruct(x_RT.shape, x_RT.dtype, sharding=self._by_rows), empty_rows(shape)
+        )
+        version = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+        skipped = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
+        return Programs(
+            add=self._add.lower(gradient, terms, state.params, rows, version),
+            update=self._update.lower(state, gradient, terms, skipped),
+            score=self._score.lower(state.params, rows),
+        )
 
     def _accumulate(self, params: nnx.State, batch: Sequence[Rows], version: int) -> tuple[nnx.State, Terms]:
         """Gradient of the summed loss, and the terms, of all micro-batches."""
