@@ -32,6 +32,7 @@ _ELSEWHERE = (
     ("cluster.services", "StartError"),
     ("learner.mesh", "MeshError"),
     ("learner.models.config", "ModelError"),
+    ("learner.planning.chips", "PlanError"),
 )
 
 

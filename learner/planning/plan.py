@@ -1,0 +1,276 @@
+"""A plan: what the training step of a model takes on a slice, added up.
+
+Memory and collectives are what the compiler made of the step; operations and memory traffic are counted by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from learner.mesh import make_mesh
+from learner.models.config import ModelConfig
+from learner.models.decoder import Remat
+from learner.objectives import Objective
+from learner.optimizer import Optimizer
+from learner.packing import Ladder
+from learner.planning.chips import GIB, PlanError, Topology
+from learner.planning.collectives import Collective, sent_by_axis
+from learner.planning.fitting import Largest, find_largest
+from learner.planning.libtpu import describe_devices
+from learner.planning.programs import ADD, SCORE, UPDATE, Program, Resident, compile_program, measure_resident
+from learner.planning.roofline import Roofline, roofline
+from learner.planning.work import (
+    MeshShape,
+    forward_pass,
+    micro_batch_traffic,
+    score_traffic,
+    training_pass,
+    update_traffic,
+)
+from learner.step import TrainStep
+
+_ROW_MULTIPLE = 128
+
+
+class Setup(NamedTuple):
+    """What is planned.
+
+    Attributes:
+        topology: the slice.
+        model: what is trained.
+        mesh: how the devices are used; all of them are.
+        remat: what the backward pass computes again.
+        dtype: of matrix products and activations.
+        rows: of a micro-batch.
+        length: tokens of a row.
+        microbatches: of a step.
+    """
+
+    topology: Topology
+    model: ModelConfig
+    mesh: MeshShape
+    remat: Remat
+    dtype: str
+    rows: int
+    length: int
+    microbatches: int
+
+    @property
+    def row_shards(self) -> int:
+        """Groups of devices that the rows are spread over."""
+        return self.mesh.data * self.mesh.fsdp
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a device has for programs and data."""
+        return self.topology.chip.usable_gib * GIB
+
+    def check(self) -> None:
+        """Raise ``PlanError`` where the parts do not go together."""
+        devices, mesh = self.topology.devices, "x".join(map(str, self.mesh))
+        if math.prod(self.mesh) != devices:
+            others = self.mesh.data * self.mesh.tensor
+            remedy = f"set learner.mesh.fsdp={devices // others}" if devices % others == 0 else "change it"
+            raise PlanError(
+                f"learner.mesh={mesh} (data x fsdp x tensor) has {math.prod(self.mesh)} devices and {self.topology} "
+                f"has {devices}; {remedy}"
+            )
+        if self.rows < 1 or self.rows % self.row_shards:
+            raise PlanError(
+                f"a micro-batch of {self.rows} rows of {self.length} tokens cannot be spread over data x fsdp = "
+                f"{self.row_shards} devices; use a multiple of {self.row_shards} rows, which is "
+                f"{self.row_shards * self.length // self.topology.chips} tokens per chip"
+            )
+        if self.length % _ROW_MULTIPLE:
+            raise PlanError(f"plan.row_length={self.length}: attention on TPUs takes multiples of {_ROW_MULTIPLE}")
+        if self.length > self.model.max_position_embeddings:
+            raise PlanError(
+                f"plan.row_length={self.length}: the model is meant for {self.model.max_position_embeddings} tokens"
+            )
+
+
+class Plan(NamedTuple):
+    """What a training step takes.
+
+    Attributes:
+        setup: what was planned.
+        resident: bytes on a device of what stays there.
+        programs: by name: ``add``, ``update`` and ``score``.
+        rooflines: of each program that was not refused, by name.
+        useful_flops: of the model in one step, on all devices.
+        flops: of what really runs in one step, on all devices.
+        largest: the largest micro-batch that fits; None if it was not searched.
+    """
+
+    setup: Setup
+    resident: Resident
+    programs: dict[str, Program]
+    rooflines: dict[str, Roofline]
+    useful_flops: float
+    flops: float
+    largest: Largest | None
+
+    @property
+    def needed(self) -> dict[str, float]:
+        """Bytes on a device while each program runs, with what lies beside it."""
+        return {name: program.peak + self.resident.beside(name) for name, program in self.programs.items()}
+
+    @property
+    def fits(self) -> bool:
+        """Whether every program fits a device."""
+        refused = any(program.is_refused for program in self.programs.values())
+        return not refused and max(self.needed.values()) <= self.setup.limit
+
+    @property
+    def temporaries(self) -> float:
+        """Bytes on a device of activations and all else that forward and backward pass hold at their peak."""
+        return self.programs[ADD].peak - self.resident.parameters - self.resident.gradients
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.setup.rows * self.setup.length * self.setup.microbatches
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step by its roofline, with collectives as compiled; None where a program of it was refused."""
+        return self._seconds({name: line.seconds for name, line in self.rooflines.items()})
+
+    @property
+    def best_seconds(self) -> float | None:
+        """The same if every collective overlapped with other work."""
+        return self._seconds({name: line.best_seconds for name, line in self.rooflines.items()})
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that each device sends along each axis of the mesh in one step."""
+        collectives: list[Collective] = []
+        for name, often in ((ADD, self.setup.microbatches), (UPDATE, 1)):
+            if name in self.programs:
+                found = self.programs[name].collectives
+                collectives += [collective._replace(times=collective.times * often) for collective in found]
+        return sent_by_axis(collectives, self.setup.mesh._asdict())
+
+    def mfu(self, seconds: float) -> float:
+        """Share of the slice's peak that the model's own operations take, if a step takes so long."""
+        topology = self.setup.topology
+        return self.useful_flops / (seconds * topology.chip.peak_flops * topology.chips)
+
+    def _seconds(self, each: Mapping[str, float]) -> float | None:
+        if not {ADD, UPDATE} <= each.keys():
+            return None
+        return self.setup.microbatches * each[ADD] + each[UPDATE]
+
+
+def make_plan(
+    setup: Setup,
+    optimizer: Optimizer,
+    objective: Objective,
+    *,
+    temperature: float,
+    search: bool,
+    say: Callable[[str], None],
+) -> Plan:
+    """Compile a training step for a slice and add up what it takes. Call ``libtpu.prepare`` first.
+
+    Args:
+        setup: what is planned.
+        optimizer: as in a run.
+        objective: as in a run.
+        temperature: of the sampler.
+        search: also find the largest micro-batch that fits; compiles up to twice more.
+        say: told before each compilation, which takes a minute or two.
+
+    Raises:
+        PlanError: the slice does not exist, or model, mesh and shapes do not go together.
+        MeshError: the model cannot be split like this.
+    """
+    setup.check()
+    mesh = make_mesh(setup.model, **setup.mesh._asdict(), devices=describe_devices(setup.topology))
+    train = TrainStep(
+        setup.model,
+        mesh,
+        Ladder(((setup.rows, setup.length),)),
+        optimizer,
+        objective,
+        temperature=temperature,
+        remat=setup.remat,
+        dtype=setup.dtype,
+        kernel="splash",
+    )
+    resident = measure_resident(train)
+    programs = _compile_step(setup, train, mesh, say)
+    training = training_pass(setup.model, setup.rows, setup.length, setup.remat)
+    return Plan(
+        setup=setup,
+        resident=resident,
+        programs=programs,
+        rooflines=_rooflines(setup, programs, mesh),
+        useful_flops=setup.microbatches * training.useful_flops,
+        flops=setup.microbatches * training.flops,
+        largest=_search(setup, train, mesh, resident, programs[ADD], say) if search else None,
+    )
+
+
+def _compile_step(setup: Setup, train: TrainStep, mesh: Mesh, say: Callable[[str], None]) -> dict[str, Program]:
+    """The programs of a step; those after one that was refused are left out."""
+    what = {
+        ADD: "forward and backward pass",
+        UPDATE: "optimizer update",
+        SCORE: "log-probabilities",
+    }
+    with jax.set_mesh(mesh):
+        lowered = train.lower((setup.rows, setup.length))._asdict()
+    programs: dict[str, Program] = {}
+    for name, words in what.items():
+        say(f"compiling for {setup.topology}: {words} of {setup.rows} x {setup.length} tokens")
+        programs[name] = compile_program(lowered[name], mesh)
+        if programs[name].is_refused:
+            break
+    return programs
+
+
+def _rooflines(setup: Setup, programs: Mapping[str, Program], mesh: Mesh) -> dict[str, Roofline]:
+    shape = (setup.model, setup.rows, setup.length)
+    flops = {ADD: training_pass(*shape, setup.remat).flops, UPDATE: 0.0, SCORE: forward_pass(*shape).flops}
+    traffic = {
+        ADD: micro_batch_traffic(*shape, setup.mesh, setup.remat),
+        UPDATE: update_traffic(setup.model, setup.mesh),
+        SCORE: score_traffic(*shape, setup.mesh),
+    }
+    places_D3 = np.array([device.coords for device in mesh.devices.flat])
+    return {
+        name: roofline(
+            setup.topology,
+            places_D3,
+            flops=flops[name],
+            traffic=traffic[name],
+            collectives=program.collectives,
+        )
+        for name, program in programs.items()
+        if not program.is_refused
+    }
+
+
+def _search(
+    setup: Setup, train: TrainStep, mesh: Mesh, resident: Resident, first: Program, say: Callable[[str], None]
+) -> Largest:
+    def measure(rows: int) -> float:
+        say(f"compiling the same for {rows * setup.row_shards} x {setup.length} tokens, to see whether they fit")
+        with jax.set_mesh(mesh):
+            lowered = train.lower((rows * setup.row_shards, setup.length)).add
+        return compile_program(lowered, mesh).peak + resident.beside(ADD)
+
+    return find_largest(
+        measure,
+        first_rows=setup.rows // setup.row_shards,
+        first_bytes=first.peak + resident.beside(ADD),
+        fixed_bytes=sum(resident),
+        limit_bytes=setup.limit,
+    )

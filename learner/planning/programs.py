@@ -1,0 +1,97 @@
+"""The programs of a training step, compiled for a slice: what they hold in its memory and send over its links.
+
+They are those that a run executes (``TrainStep.lower``), on abstract arrays: nothing is allocated, nothing is run.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
+
+from learner.planning.chips import PlanError
+from learner.planning.collectives import Collective, read_collectives
+from learner.planning.libtpu import bytes_wanted
+from learner.step import TrainStep
+
+ADD, UPDATE, SCORE = "add", "update", "score"
+"""Forward and backward pass of a micro-batch; the optimizer's update; log-probabilities of a micro-batch."""
+
+
+class Resident(NamedTuple):
+    """Bytes on a device of what a run keeps there, whatever it computes.
+
+    Attributes:
+        parameters: float32.
+        moments: of AdamW, float32.
+        gradients: their sum over micro-batches, float32.
+        published: the copy of the parameters that is on its way to the samplers while the next step runs.
+    """
+
+    parameters: int
+    moments: int
+    gradients: int
+    published: int
+
+    def beside(self, program: str) -> int:
+        """Bytes of what lies there while a program runs that does not touch it."""
+        return self.published + {ADD: self.moments, UPDATE: 0, SCORE: self.moments}[program]
+
+
+class Program(NamedTuple):
+    """One compiled program.
+
+    Attributes:
+        peak: bytes on a device at most, arguments included; what the compiler asked for if it refused.
+        is_refused: the compiler found that it does not fit the device's memory.
+        collectives: what its devices send each other; empty if refused.
+        seconds: that the compilation took on this machine.
+    """
+
+    peak: float
+    is_refused: bool
+    collectives: list[Collective]
+    seconds: float
+
+
+def measure_resident(train: TrainStep) -> Resident:
+    """What a run of this step keeps on a device."""
+    state = train.abstract_state
+    parameters = _bytes(state.params)
+    return Resident(parameters, _bytes(state.moments), gradients=parameters, published=parameters)
+
+
+def compile_program(lowered: jax.stages.Lowered, mesh: Mesh) -> Program:
+    """Compile a program for the mesh's devices; takes a minute or two for a large one.
+
+    Raises:
+        PlanError: the compiler refuses it, and not for want of memory.
+    """
+    started = time.monotonic()
+    try:
+        with jax.set_mesh(mesh):  # tells kernels for which chip they are
+            compiled = lowered.compile()
+    except JaxRuntimeError as error:
+        message = " ".join(str(error).split())
+        wanted = bytes_wanted(message)
+        if wanted is None:
+            raise PlanError(f"the TPU compiler refuses the program: {message[:400]}") from error
+        return Program(wanted, True, [], time.monotonic() - started)
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    collectives = read_collectives(compiled.as_text() or "")
+    return Program(analysis.peak_memory_in_bytes, False, collectives, time.monotonic() - started)
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        size = leaf.dtype.itemsize
+        for length in leaf.sharding.shard_shape(leaf.shape):
+            size *= length
+        total += size
+    return total
