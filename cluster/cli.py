@@ -121,6 +121,27 @@ def show_config(
         typer.echo(to_yaml(data), nl=False)
 
 
+@app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    search: Annotated[
+        bool, typer.Option(help="Look for the most tokens per chip that fit: up to two compilations more.")
+    ] = True,
+) -> None:
+    """Compile the training step for a TPU slice, without one: does it fit, and how fast can it be at best?
+
+    [bold]plan.topology=v5p:4x4x4[/] says for which. It needs the extra [bold]tpu[/]; nothing is run on a TPU.
+    """
+    with _errors_reported():
+        loaded = _load(config, overrides)
+        from cluster.planning import plan as run
+
+        status = run(loaded, as_json=as_json, search=search)
+    raise typer.Exit(status)
+
+
 buffer_app = typer.Typer(
     name="buffer",
     help="Look into the buffer of a run, and empty it.",

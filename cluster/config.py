@@ -412,6 +412,19 @@ class ObjectiveConfig(Section):
     """Entropy of a token, in nats, beyond which it earns no more bonus; null: no cap."""
 
 
+class PlanConfig(Section):
+    """What ``headrace plan`` compiles for; nothing else reads it."""
+
+    topology: str | None = None
+    """TPU slice, such as ``v5p:4x4x4``: v5e, v5p, v6e or tpu7x, and its chips along each axis."""
+    row_length: Annotated[int, Field(ge=128, multiple_of=128)] | None = None
+    """Tokens of a row; null takes the longest of ``learner.row_lengths``."""
+    tokens_per_chip: Count | None = None
+    """Tokens of one micro-batch, divided by the number of chips; null takes ``learner.rows_per_microbatch``."""
+    microbatches: Count = 1
+    """Micro-batches of one optimizer update."""
+
+
 class TelemetryConfig(Section):
     """What a person sees of the run."""
 
@@ -450,6 +463,8 @@ class Config(Section):
     """What is trained."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """Towards what it is trained."""
+    plan: PlanConfig = PlanConfig()
+    """What a plan is made for."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is shown."""
 
