@@ -133,13 +133,11 @@ def attend_splash(segments_RT: jax.Array, *, interpret: bool = False) -> Attend:
             attn_logits_soft_cap=reach.softcap,
             interpret=interpret,
         )
-        lanes = (0, -head % _LANES)  # the kernel wants heads as wide as the chip's vectors
-        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), lanes)) for x in (q_RTND, k_RTKD, v_RTKD))
-        q_RKGTD = q.reshape(rows, length, kv_heads, heads // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+        q_RKGTD = q_RTND.reshape(rows, length, kv_heads, heads // kv_heads, head).transpose(0, 2, 3, 1, 4)
         by_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-        mixed_RKGTD = jax.vmap(by_head)(q_RKGTD, k.swapaxes(1, 2), v.swapaxes(1, 2), segments)
-        mixed_RTND = mixed_RKGTD.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, -1)
-        return mixed_RTND[..., :head].astype(q_RTND.dtype), cache
+        mixed_RKGTD = jax.vmap(by_head)(q_RKGTD, k_RTKD.swapaxes(1, 2), v_RTKD.swapaxes(1, 2), segments)
+        mixed_RTND = mixed_RKGTD.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head)
+        return mixed_RTND.astype(q_RTND.dtype), cache
 
     return attend
 

@@ -154,13 +154,23 @@ def _trip_count(line: str, computations: Mapping[str, _Computation]) -> int:
 
 
 def _first_group(line: str) -> tuple[int, ...]:
-    """Devices of the first of the groups, which are listed, or written as ``[groups,size]<=[dims]T(permutation)``."""
+    """Devices of the first of the groups.
+
+    They are listed, or written as ``[groups,size]<=[dims]T(permutation)``, or as axes of a mesh:
+    ``mesh['a'=4,'b'=2] {'b'}``.
+    """
     listed = _search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return tuple(int(device) for device in listed.split(","))
     pairs = _search(r"source_target_pairs=\{\{(\d+,\d+)\}", line)
     if pairs:
         return tuple(int(device) for device in pairs.split(","))
+    by_axes = re.search(r"replica_groups=mesh\[(('\w+'=\d+,?)+)\] \{(('\w+',?)+)\}", line)
+    if by_axes:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
+        own = set(re.findall(r"\w+", by_axes[3]))
+        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        return tuple(devices[tuple(slice(None) if name in own else 0 for name in sizes)].ravel().tolist())
     match = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if match is None:
         raise PlanError(f"the compiler's program has a collective whose groups are not clear: {line.strip()[:120]}")
