@@ -3,9 +3,11 @@
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/quickstart.yaml
+PLAN_VENV := .venv-plan
+PLANS ?= $(wildcard configs/plan/*.yaml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint format clean
+.PHONY: help setup run test test-slow plan lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,6 +24,9 @@ test: $(VENV)/.dev-installed ## run the test suite
 test-slow: $(VENV)/.dev-installed ## run the test suite, slow tests included
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "slow or not slow"
 
+plan: $(PLAN_VENV)/.installed ## plan large models for TPU slices, without one (PLANS=... for other configurations; some minutes each)
+	@for config in $(PLANS); do $(PLAN_VENV)/bin/headrace plan $$config || exit; done
+
 lint: $(VENV)/.dev-installed ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -32,7 +37,7 @@ format: $(VENV)/.dev-installed ## format the code and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what make made: the environment and the caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PLAN_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second `make` instant, and a changed pyproject.toml or constraints.txt install anew.
@@ -53,4 +58,13 @@ $(VENV)/.created: .python-version
 	@echo "headrace: making a Python environment in $(VENV)"
 	@set -e; python="$$(sh .ci/find-python)"; "$$python" -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@touch $@
+
+# The TPU compiler is large and of use to `make plan` alone.
+$(PLAN_VENV)/.installed: pyproject.toml constraints.txt .python-version
+	@echo "headrace: installing the TPU compiler into $(PLAN_VENV) (a few minutes the first time)"
+	@set -e; python="$$(sh .ci/find-python)"; "$$python" -m venv --clear $(PLAN_VENV)
+	@$(PLAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@$(PLAN_VENV)/bin/uv pip install --quiet --python $(PLAN_VENV)/bin/python \
+	    --prerelease if-necessary-or-explicit --constraints constraints.txt --editable '.[tpu]'
 	@touch $@

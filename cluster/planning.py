@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from learner.objectives import Objective
     from learner.planning.plan import Plan
 
+WIDTH = 110
+"""Columns of a table that goes to a file or a pipe."""
+
 
 def plan(config: Config, *, as_json: bool, search: bool) -> int:
     """Plan and print; progress goes to standard error.
@@ -42,7 +45,8 @@ def plan(config: Config, *, as_json: bool, search: bool) -> int:
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(table(made))
+        width = None if sys.stdout.isatty() else WIDTH
+        Console(highlight=False, width=width).print(table(made))
     return 0
 
 
@@ -178,7 +182,7 @@ def table(plan: Plan) -> Table:
 
     setup = plan.setup
     chip = setup.topology.chip
-    shown = Table(title=_title(plan), show_header=False, title_justify="left", min_width=76)
+    shown = Table(title=_title(plan), show_header=False, title_justify="left")
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column()
     mesh = f"data {setup.mesh.data} x fsdp {setup.mesh.fsdp} x tensor {setup.mesh.tensor}"
@@ -192,7 +196,7 @@ def table(plan: Plan) -> Table:
     shown.add_section()
     for name, value in {**plan.resident._asdict(), "temporaries": plan.temporaries}.items():
         shown.add_row(f"{name}, GiB", f"{value / GIB:.2f}")
-    shown.add_row("all in all, GiB", _memory(plan))
+    shown.add_row("needed, GiB", _memory(plan))
     for name, needed in plan.needed.items():
         refused = "  refused by the compiler" if plan.programs[name].is_refused else ""
         shown.add_row(f"  during {_PROGRAMS[name]}", f"{needed / GIB:.2f}{refused}")
@@ -206,10 +210,10 @@ def table(plan: Plan) -> Table:
         shown.add_row(f"seconds, {_PROGRAMS[name]}", _times(line))
     if plan.seconds and plan.best_seconds:
         shown.add_section()
-        low, high = plan.seconds, plan.best_seconds
-        shown.add_row("step, s at least", f"{high:.2f} if all collectives overlap, {low:.2f} as compiled")
-        shown.add_row("tokens/s at most", f"{plan.tokens / high:,.0f} .. {plan.tokens / low:,.0f}")
-        shown.add_row("MFU at most", f"{plan.mfu(high):.0%} .. {plan.mfu(low):.0%}")
+        compiled, best = plan.seconds, plan.best_seconds
+        shown.add_row("step, s at least", f"{compiled:.2f} as compiled, {best:.2f} if all collectives overlap")
+        shown.add_row("tokens/s at most", f"{plan.tokens / compiled:,.0f}, or {plan.tokens / best:,.0f}")
+        shown.add_row("MFU at most", f"{plan.mfu(compiled):.0%}, or {plan.mfu(best):.0%}")
     if plan.largest is not None:
         shown.add_row("largest that fits", _largest(plan))
     return shown

@@ -18,7 +18,7 @@ PINS = {
 }
 
 
-@pytest.mark.parametrize("extra", ["", "cpu", "dev", "sampler"])
+@pytest.mark.parametrize("extra", ["", "cpu", "tpu", "dev", "sampler"])
 def test_the_tested_versions_are_within_the_bounds(extra):
     wanted = PROJECT["dependencies"] if not extra else PROJECT["optional-dependencies"][extra]
     for text in wanted:
