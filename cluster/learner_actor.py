@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import ray
 from flax import nnx
@@ -28,6 +29,7 @@ from cluster.objective import make_anchors, make_objective, make_recipe
 from learner.checkpoints import Checkpoints
 from learner.learner import Learner, Record
 from learner.mesh import make_mesh
+from learner.models.attention import suitable_kernel
 from learner.models.config import ModelConfig
 from learner.models.weights import initial_params, read_model, write_model
 from learner.objectives import Objective, cross_entropy
@@ -183,6 +185,7 @@ class LearnerActor:
             temperature=temperature,
             remat=settings.remat,
             dtype=settings.precision,
+            kernel=suitable_kernel(jax.default_backend(), settings.row_lengths),
         )
 
     def _started(self) -> Learner:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from learner.models.config import ModelConfig
-    from learner.objectives import Objective
     from learner.planning.plan import Plan
 
 WIDTH = 110
@@ -51,6 +49,7 @@ def plan(config: Config, *, as_json: bool, search: bool) -> int:
 
 
 def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
+    from cluster.objective import make_anchors, make_objective
     from learner.optimizer import make_optimizer
     from learner.planning.plan import Setup, make_plan
     from learner.planning.work import MeshShape
@@ -75,11 +74,12 @@ def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
         rows=rows,
         length=length,
         microbatches=config.plan.microbatches,
+        anchors=make_anchors(config.objective),
     )
     return make_plan(
         setup,
         make_optimizer(total_steps=learner.steps, **learner.optimizer.model_dump()),
-        _objective(config),
+        make_objective(config.objective),
         temperature=config.sampler.temperature,
         search=search,
         say=lambda text: print(f"headrace: {text} ...", file=sys.stderr, flush=True),
@@ -95,23 +95,8 @@ def _model(config: Config) -> ModelConfig:
         return read_config(config.model.path)
     assert config.model.architecture is not None
     with TemporaryDirectory() as folder:
-        from pathlib import Path
-
         vocab_size = write_character_tokenizer(Path(folder))
     return ModelConfig(vocab_size=vocab_size, **config.model.architecture.model_dump())
-
-
-def _objective(config: Config) -> Objective:
-    from learner.objectives import POLICY_LOSSES
-
-    objective = config.objective
-    return partial(
-        POLICY_LOSSES[objective.name],
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        entropy_bonus=objective.entropy_bonus,
-        entropy_cap=math.inf if objective.entropy_cap is None else objective.entropy_cap,
-    )
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -130,6 +115,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "rows": setup.rows,
         "row_length": setup.length,
         "microbatches": setup.microbatches,
+        "scored_by": list(setup.anchors),
         "tokens_per_chip": setup.rows * setup.length / setup.topology.chips,
         "tokens_per_step": plan.tokens,
         "chip": {

@@ -6,7 +6,7 @@ D = head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -146,3 +146,8 @@ type Kernel = Literal["xla", "splash"]
 
 KERNELS: dict[Kernel, Callable[[jax.Array], Attend]] = {"xla": attend_packed, "splash": attend_splash}
 """int32 segments[R, T] → attention within them, by name."""
+
+
+def suitable_kernel(platform: str, lengths: Iterable[int]) -> Kernel:
+    """The kernel for a platform, such as ``tpu``, that takes rows of all these lengths."""
+    return "splash" if platform == "tpu" and all(length % _LANES == 0 for length in lengths) else "xla"

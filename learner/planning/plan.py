@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from learner.mesh import make_mesh
+from learner.models.attention import suitable_kernel
 from learner.models.config import ModelConfig
 from learner.models.decoder import Remat
 from learner.objectives import Objective
@@ -50,6 +51,7 @@ class Setup(NamedTuple):
         rows: of a micro-batch.
         length: tokens of a row.
         microbatches: of a step.
+        anchors: other policies that score every micro-batch before the step, see ``learner.learner``.
     """
 
     topology: Topology
@@ -60,6 +62,7 @@ class Setup(NamedTuple):
     rows: int
     length: int
     microbatches: int
+    anchors: tuple[str, ...] = ()
 
     @property
     def row_shards(self) -> int:
@@ -70,6 +73,11 @@ class Setup(NamedTuple):
     def limit(self) -> float:
         """Bytes that a device has for programs and data."""
         return self.topology.chip.usable_gib * GIB
+
+    @property
+    def runs(self) -> dict[str, int]:
+        """How often each program runs in a step."""
+        return {ADD: self.microbatches, UPDATE: 1, SCORE: self.microbatches * len(self.anchors)}
 
     def check(self) -> None:
         """Raise ``PlanError`` where the parts do not go together."""
@@ -103,7 +111,7 @@ class Plan(NamedTuple):
         resident: bytes on a device of what stays there.
         programs: by name: ``add``, ``update`` and ``score``.
         rooflines: of each program that was not refused, by name.
-        useful_flops: of the model in one step, on all devices.
+        useful_flops: of forward and backward passes of one step, nothing that is done again, on all devices.
         flops: of what really runs in one step, on all devices.
         largest: the largest micro-batch that fits; None if it was not searched.
     """
@@ -151,10 +159,9 @@ class Plan(NamedTuple):
     def sent(self) -> dict[str, float]:
         """Bytes that each device sends along each axis of the mesh in one step."""
         collectives: list[Collective] = []
-        for name, often in ((ADD, self.setup.microbatches), (UPDATE, 1)):
-            if name in self.programs:
-                found = self.programs[name].collectives
-                collectives += [collective._replace(times=collective.times * often) for collective in found]
+        for name, program in self.programs.items():
+            often = self.setup.runs[name]
+            collectives += [found._replace(times=found.times * often) for found in program.collectives if often]
         return sent_by_axis(collectives, self.setup.mesh._asdict())
 
     def mfu(self, seconds: float) -> float:
@@ -163,9 +170,10 @@ class Plan(NamedTuple):
         return self.useful_flops / (seconds * topology.chip.peak_flops * topology.chips)
 
     def _seconds(self, each: Mapping[str, float]) -> float | None:
-        if not {ADD, UPDATE} <= each.keys():
+        runs = self.setup.runs
+        if runs.keys() != each.keys():
             return None
-        return self.setup.microbatches * each[ADD] + each[UPDATE]
+        return sum(often * each[name] for name, often in runs.items())
 
 
 def make_plan(
@@ -202,18 +210,19 @@ def make_plan(
         temperature=temperature,
         remat=setup.remat,
         dtype=setup.dtype,
-        kernel="splash",
+        kernel=suitable_kernel("tpu", [setup.length]),
     )
-    resident = measure_resident(train)
+    resident = measure_resident(train, has_reference="reference" in setup.anchors)
     programs = _compile_step(setup, train, mesh, say)
     training = training_pass(setup.model, setup.rows, setup.length, setup.remat)
+    scoring = forward_pass(setup.model, setup.rows, setup.length)
     return Plan(
         setup=setup,
         resident=resident,
         programs=programs,
         rooflines=_rooflines(setup, programs, mesh),
         useful_flops=setup.microbatches * training.useful_flops,
-        flops=setup.microbatches * training.flops,
+        flops=setup.runs[ADD] * training.flops + setup.runs[SCORE] * scoring.flops,
         largest=_search(setup, train, mesh, resident, programs[ADD], say) if search else None,
     )
 

@@ -29,16 +29,18 @@ class Resident(NamedTuple):
         moments: of AdamW, float32.
         gradients: their sum over micro-batches, float32.
         published: the copy of the parameters that is on its way to the samplers while the next step runs.
+        reference: parameters of the reference policy; 0 without one.
     """
 
     parameters: int
     moments: int
     gradients: int
     published: int
+    reference: int
 
     def beside(self, program: str) -> int:
         """Bytes of what lies there while a program runs that does not touch it."""
-        return self.published + {ADD: self.moments, UPDATE: 0, SCORE: self.moments}[program]
+        return self.published + self.reference + {ADD: self.moments, UPDATE: 0, SCORE: self.moments}[program]
 
 
 class Program(NamedTuple):
@@ -57,11 +59,12 @@ class Program(NamedTuple):
     seconds: float
 
 
-def measure_resident(train: TrainStep) -> Resident:
-    """What a run of this step keeps on a device."""
+def measure_resident(train: TrainStep, *, has_reference: bool) -> Resident:
+    """What a run of this step keeps on a device, of a reference policy too if it has one."""
     state = train.abstract_state
     parameters = _bytes(state.params)
-    return Resident(parameters, _bytes(state.moments), gradients=parameters, published=parameters)
+    reference = parameters if has_reference else 0
+    return Resident(parameters, _bytes(state.moments), parameters, published=parameters, reference=reference)
 
 
 def compile_program(lowered: jax.stages.Lowered, mesh: Mesh) -> Program:

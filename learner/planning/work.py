@@ -39,14 +39,6 @@ class Work(NamedTuple):
     useful_flops: float
     flops: float
 
-    def __add__(self, other: Work) -> Work:  # type: ignore[override]
-        """Both, one after the other."""
-        return Work(self.useful_flops + other.useful_flops, self.flops + other.flops)
-
-    def times(self, count: int) -> Work:
-        """The same, that many times."""
-        return Work(count * self.useful_flops, count * self.flops)
-
 
 def layer_weights(config: ModelConfig) -> int:
     """Entries of the matrices of one layer."""

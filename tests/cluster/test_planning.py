@@ -132,13 +132,17 @@ def plan() -> Plan:
     gathered = Collective("all-gather", 16 * GIB, tuple(range(16)), 2, False)
     return Plan(
         setup=setup,
-        resident=Resident(2 * GIB, 4 * GIB, 2 * GIB, 2 * GIB),
+        resident=Resident(2 * GIB, 4 * GIB, 2 * GIB, 2 * GIB, 0),
         programs={
             ADD: Program(8.0 * GIB, False, [gathered], 60.0),
             UPDATE: Program(8.5 * GIB, False, [], 10.0),
             SCORE: Program(5.0 * GIB, False, [gathered._replace(times=1)], 30.0),
         },
-        rooflines={ADD: Roofline(1.5, 0.2, 0.0, 0.5), UPDATE: Roofline(0.0, 0.5, 0.0, 0.0)},
+        rooflines={
+            ADD: Roofline(1.5, 0.2, 0.0, 0.5),
+            UPDATE: Roofline(0.0, 0.5, 0.0, 0.0),
+            SCORE: Roofline(0.5, 0.1, 0.0, 0.1),
+        },
         useful_flops=4 * 16 * 197e12,
         flops=5 * 16 * 197e12,
         largest=Largest(1, 14.0 * GIB, 2, 19.0 * GIB, True),
@@ -153,7 +157,13 @@ def test_a_plan_adds_up(plan):
     assert plan.seconds == 4 * 2.0 + 0.5
     assert plan.best_seconds == 4 * 1.5 + 0.5
     assert plan.mfu(8.0) == pytest.approx(0.5)
-    assert plan.sent == {"fsdp": 4 * 2 * 15 * GIB}  # four micro-batches; the log-probabilities are no part of a step
+    assert plan.sent == {"fsdp": 4 * 2 * 15 * GIB}  # four micro-batches; the log-probabilities are no part of this step
+
+
+def test_a_step_whose_objective_asks_other_policies_takes_longer(plan):
+    asked = plan._replace(setup=plan.setup._replace(anchors=("proximal", "reference")))
+    assert asked.seconds == pytest.approx(plan.seconds + 4 * 2 * 0.6)
+    assert asked.sent == {"fsdp": plan.sent["fsdp"] + 4 * 2 * 15 * GIB}
 
 
 def test_what_needs_more_than_a_device_has_does_not_fit(plan):
@@ -191,4 +201,4 @@ def test_json_holds_the_same(plan):
     assert found["tokens_per_chip"] == 4096
     assert found["tokens_per_second"] == pytest.approx(4 * 16 * 4096 / 8.5)
     assert found["largest"]["next_tokens_per_chip"] == 8192
-    assert found["programs"]["score"]["roofline"] is None
+    assert found["programs"]["score"]["roofline"] == {"compute": 0.5, "memory": 0.1, "overlapped": 0.0, "exposed": 0.1}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.models.attention import Reach, attend_packed, attend_splash
+from learner.models.attention import Reach, attend_packed, attend_splash, suitable_kernel
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD = 2, 256, 4, 2, 8
 REACHES = [Reach(), Reach(window=40), Reach(softcap=2.0), Reach(window=130, softcap=1.5)]
@@ -77,3 +77,8 @@ def test_the_kernel_gives_the_same_values_and_gradients(packed, reach) -> None:
 def test_a_row_that_the_kernel_cannot_take_is_refused() -> None:
     with pytest.raises(ValueError, match="a row has 100 tokens; the splash kernel needs a multiple of 128"):
         attend_splash(jnp.ones((1, 100), jnp.int32))
+
+
+def test_each_platform_gets_the_kernel_that_takes_its_rows() -> None:
+    assert suitable_kernel("tpu", [128, 4096]) == "splash"
+    assert suitable_kernel("tpu", [144, 4096]) == suitable_kernel("cpu", [128]) == "xla"

@@ -172,12 +172,13 @@ def test_traffic_grows_with_what_moves(shallow) -> None:
 def test_what_stays_on_a_device_is_its_part(model, optimizer) -> None:
     mesh = make_mesh(model, data=1, fsdp=1, devices=jax.devices()[:1])
     train = TrainStep(model, mesh, Ladder(((4, 32),)), optimizer, cross_entropy, temperature=1.0)
-    resident = measure_resident(train)
+    resident = measure_resident(train, has_reference=True)
     parameters = 4 * model.parameter_count
-    assert (resident.parameters, resident.gradients, resident.published) == (parameters,) * 3
+    assert (resident.parameters, resident.gradients, resident.published, resident.reference) == (parameters,) * 4
     assert 2 * parameters <= resident.moments < 2 * parameters + 64  # and the counts of steps
-    assert resident.beside(ADD) == resident.beside(SCORE) == resident.moments + parameters
-    assert resident.beside(UPDATE) == parameters
+    assert resident.beside(ADD) == resident.beside(SCORE) == resident.moments + 2 * parameters
+    assert resident.beside(UPDATE) == 2 * parameters
+    assert measure_resident(train, has_reference=False).reference == 0
 
 
 def test_lowered_programs_are_those_of_a_step(model, optimizer, params) -> None:
