@@ -156,29 +156,36 @@ def _trip_count(line: str, computations: Mapping[str, _Computation]) -> int:
 def _first_group(line: str) -> tuple[int, ...]:
     """Devices of the first of the groups.
 
-    They are listed, or written as ``[groups,size]<=[dims]T(permutation)``, or as axes of a mesh:
-    ``mesh['a'=4,'b'=2] {'b'}``.
+    They are listed, or written as ``[groups,size]<=[dims]T(permutation)``, or as axes of a mesh, whose devices may be
+    permuted: ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
     """
-    listed = _search(r"replica_groups=\{\{([\d,]+)\}", line)
+    listed = _search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:
         return tuple(int(device) for device in listed.split(","))
-    pairs = _search(r"source_target_pairs=\{\{(\d+,\d+)\}", line)
-    if pairs:
-        return tuple(int(device) for device in pairs.split(","))
-    by_axes = re.search(r"replica_groups=mesh\[(('\w+'=\d+,?)+)\] \{(('\w+',?)+)\}", line)
+    by_number = re.search(rf"replica_groups=\[(\d+),(\d+)\]<={_IOTA}", line)
+    if by_number:
+        groups = _iota(by_number[3], by_number[4]).reshape(int(by_number[1]), int(by_number[2]))
+        return tuple(groups[0].tolist())
+    by_axes = re.search(
+        rf"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\({_IOTA}\))? \{{([\w',]+)\}}", line
+    )
     if by_axes:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
-        own = set(re.findall(r"\w+", by_axes[3]))
-        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        own = re.findall(r"\w+", by_axes[4])
+        devices = _iota(by_axes[2] or str(math.prod(sizes.values())), by_axes[3]).reshape(tuple(sizes.values()))
         return tuple(devices[tuple(slice(None) if name in own else 0 for name in sizes)].ravel().tolist())
-    match = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if match is None:
-        raise PlanError(f"the compiler's program has a collective whose groups are not clear: {line.strip()[:120]}")
-    dims = [int(size) for size in match[3].split(",")]
-    devices = np.arange(math.prod(dims)).reshape(dims)
-    if match[4]:
-        devices = devices.transpose([int(axis) for axis in match[4].split(",")])
-    return tuple(devices.reshape(int(match[1]), int(match[2]))[0].tolist())
+    what = line.strip()[:80], _search("(replica_groups=.{1,100}|source_target_pairs=.{1,100})", line)
+    raise PlanError(f"the compiler's program has a collective whose groups are not clear: {what[0]} ... {what[1]}")
+
+
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    """The devices in order of their numbers, as an array of these dimensions, then transposed."""
+    sizes = [int(size) for size in dims.split(",")]
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return devices.transpose([int(axis) for axis in permutation.split(",")]) if permutation else devices
 
 
 def _size(shape: str, *, is_start: bool, kind: str) -> int:

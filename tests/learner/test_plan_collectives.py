@@ -94,6 +94,7 @@ ENTRY %main (p: bf16[8]) -> bf16[8] {
   %all-gather-start.5 = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
   %all-reduce.6 = f32[]{:T(128)} all-reduce(%a), channel_id=1, replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%sum
   %all-reduce.7 = f32[]{:T(128)} all-reduce(%a), channel_id=1, replica_groups=mesh['a'=2,'b'=2] {'a','b'}, to_apply=%sum
+  %all-reduce.8 = f32[2]{0} all-reduce(%a), channel_id=1, replica_groups=mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}, to_apply=%sum
   %all-gather-done.5 = bf16[16]{0} all-gather-done(%all-gather-start.5)
 }
 """
@@ -105,6 +106,7 @@ def test_tpu_programs_are_understood() -> None:
         Collective("all-gather", 2 * 4096 * 8 * 128, (0, 1, 2, 3), 36, True),  # one chain, however many steps
         Collective("all-reduce", 4, (0, 1), 1, False),
         Collective("all-reduce", 4, (0, 1, 2, 3), 1, False),
+        Collective("all-reduce", 8, (0, 2, 4), 1, False),
         Collective("all-reduce", 2 * (32 + 16), (0, 2), 36, False),
         Collective("reduce-scatter", 2 * 16 * 2, (0, 2), 36, False),
     ]
