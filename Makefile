@@ -7,7 +7,7 @@ PLAN_VENV := .venv-plan
 PLANS ?= $(wildcard configs/plan/*.yaml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow plan lint format clean
+.PHONY: help setup run test test-slow plan test-plan lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ test-slow: $(VENV)/.dev-installed ## run the test suite, slow tests included
 
 plan: $(PLAN_VENV)/.installed ## plan large models for TPU slices, without one (PLANS=... for other configurations; some minutes each)
 	@for config in $(PLANS); do $(PLAN_VENV)/bin/headrace plan $$config || exit; done
+
+test-plan: $(PLAN_VENV)/.dev-installed ## run the tests that compile for TPU slices (half an hour)
+	@JAX_PLATFORMS=cpu $(PLAN_VENV)/bin/python -m pytest -m slow tests/learner/test_plan_compile.py
 
 lint: $(VENV)/.dev-installed ## check format, style and types
 	$(BIN)/ruff format --check .
@@ -67,4 +70,9 @@ $(PLAN_VENV)/.installed: pyproject.toml constraints.txt .python-version
 	@$(PLAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	@$(PLAN_VENV)/bin/uv pip install --quiet --python $(PLAN_VENV)/bin/python \
 	    --prerelease if-necessary-or-explicit --constraints constraints.txt --editable '.[tpu]'
+	@touch $@
+
+$(PLAN_VENV)/.dev-installed: $(PLAN_VENV)/.installed
+	@$(PLAN_VENV)/bin/uv pip install --quiet --python $(PLAN_VENV)/bin/python \
+	    --prerelease if-necessary-or-explicit --constraints constraints.txt --editable '.[tpu,dev]'
 	@touch $@

@@ -56,3 +56,44 @@ def test_a_step_that_keeps_too_much_is_refused_by_the_compiler(remat) -> None:
     assert found["programs"]["add"]["refused"]
     assert found["programs"]["add"]["peak_bytes"] > found["device_bytes"]["usable"]
     assert found["step_seconds"] is None
+
+
+KERNEL = """
+import sys
+from learner.planning.chips import Topology
+from learner.planning.libtpu import describe_devices, prepare
+
+topology = Topology.parse(sys.argv[1])
+prepare(topology)
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from learner.models.attention import Reach, attend_splash
+
+mesh = Mesh(describe_devices(topology)[:1], ("x",))
+
+def total(q, k, v, segments):
+    return attend_splash(segments)(q, k, v, None, Reach())[0].astype(jnp.float32).sum()
+
+def abstract(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+with jax.set_mesh(mesh):
+    for head in (64, 96, 128):
+        kv = abstract(1, 1024, 2, head)
+        segments = abstract(1, 1024, dtype=jnp.int32)
+        jax.jit(jax.grad(total, (0, 1, 2))).lower(abstract(1, 1024, 4, head), kv, kv, segments).compile()
+        print(head)
+"""
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_attention_kernel_compiles_for_narrow_heads(topology) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, topology],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.split() == ["64", "96", "128"], done.stderr
