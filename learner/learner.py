@@ -133,7 +133,7 @@ class Learner:
             logger.info("going on from the checkpoint of step %d", latest)
         if "reference" in self._anchors:
             self._reference = self._train.place(self._params)
-        self._train.warm_up(self._state)
+        self._state = self._train.warm_up(self._state)
         for shape in self._ladder.shapes:
             jax.block_until_ready(self._anchored(self._train.put(empty_rows(shape))))
         epoch = self._begin_epoch(saved_version) if self._gang.leads else 0

@@ -134,12 +134,18 @@ class TrainStep:
         """A copy on the devices that later steps do not overwrite."""
         return self._copy(params)
 
-    def warm_up(self, state: TrainState) -> None:
-        """Compile and run the step for every shape of the ladder; ``state`` is left as it is."""
+    def warm_up(self, state: TrainState) -> TrainState:
+        """Compile and run the step for every shape of the ladder; ``state`` is consumed, and comes back as it was.
+
+        The step runs on the state itself, because a device may have no room for another. Rows of padding have no
+        gradient, and without one an update changes nothing but the count.
+        """
+        step = jax.device_put(np.int32(state.step), self._whole)
         batch = [self.put(empty_rows(shape)) for shape in self._ladder.part(jax.process_count()).shapes]
-        spare = TrainState(self.snapshot(state.params), jax.tree.map(jnp.copy, state.moments), jnp.copy(state.step))
-        spare = jax.device_put(spare, shardings(self._mesh, spare))
-        jax.block_until_ready(self(spare, batch, version=0))
+        warm, metrics = self(state, batch, version=0)
+        if metrics["grad_norm"] != 0:
+            raise RuntimeError(f"rows of padding have a gradient of norm {metrics['grad_norm']}; expected 0")
+        return jax.block_until_ready(warm._replace(step=step))
 
     def __call__(
         self, state: TrainState, batch: Sequence[Rows], version: int, *, skipped: float = 0.0

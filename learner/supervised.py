@@ -57,8 +57,7 @@ def train_supervised(
     """
     if len(examples) < batch_size:
         raise ValueError(f"{len(examples)} examples are fewer than batch_size={batch_size}; add some or lower it")
-    state = step.initialise(params)
-    step.warm_up(state)
+    state = step.warm_up(step.initialise(params))
     chosen = _choose(len(examples), batch_size, seed)
     for number in range(1, steps + 1):
         if stop.is_set():
