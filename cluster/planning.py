@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 WIDTH = 110
 """Columns of a table that goes to a file or a pipe."""
 
+_PROGRAMS = {"add": "micro-batch", "update": "update", "score": "log-probs"}
+
 
 def plan(config: Config, *, as_json: bool, search: bool) -> int:
     """Plan and print; progress goes to standard error.
@@ -51,7 +53,8 @@ def plan(config: Config, *, as_json: bool, search: bool) -> int:
 def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
     from cluster.objective import make_anchors, make_objective
     from learner.optimizer import make_optimizer
-    from learner.planning.plan import Setup, make_plan
+    from learner.planning.plan import make_plan
+    from learner.planning.setup import Setup
     from learner.planning.work import MeshShape
 
     learner = config.learner
@@ -139,6 +142,7 @@ def summary(plan: Plan) -> dict[str, Any]:
                 "needed_bytes": plan.needed[name],
                 "compile_seconds": round(program.seconds, 1),
                 "roofline": plan.rooflines[name]._asdict() if name in plan.rooflines else None,
+                "bound_by": plan.rooflines[name].bound if name in plan.rooflines else None,
             }
             for name, program in plan.programs.items()
         },
@@ -181,6 +185,8 @@ def table(plan: Plan) -> Table:
     )
     shown.add_section()
     for name, value in {**plan.resident._asdict(), "temporaries": plan.temporaries}.items():
+        if not value:
+            continue  # there is no reference policy
         shown.add_row(f"{name}, GiB", f"{value / GIB:.2f}")
     shown.add_row("needed, GiB", _memory(plan))
     for name, needed in plan.needed.items():
@@ -191,7 +197,7 @@ def table(plan: Plan) -> Table:
         "PFLOP per step", f"{plan.flops / 1e15:,.1f}, of which the model's own {plan.useful_flops / 1e15:,.1f}"
     )
     for axis, sent in plan.sent.items():
-        shown.add_row(f"sent over {axis}, GiB", f"{sent / GIB:,.1f} per device and step")
+        shown.add_row(f"sent over {axis}, GiB", f"{sent / GIB:,.2f} per device and step")
     for name, line in plan.rooflines.items():
         shown.add_row(f"seconds, {_PROGRAMS[name]}", _times(line))
     if plan.seconds and plan.best_seconds:
@@ -203,9 +209,6 @@ def table(plan: Plan) -> Table:
     if plan.largest is not None:
         shown.add_row("largest that fits", _largest(plan))
     return shown
-
-
-_PROGRAMS = {"add": "micro-batch", "update": "update", "score": "log-probs"}
 
 
 def _title(plan: Plan) -> str:

@@ -20,9 +20,10 @@ from learner.planning import libtpu
 from learner.planning.chips import GIB, PlanError, Topology
 from learner.planning.collectives import Collective
 from learner.planning.fitting import Largest
-from learner.planning.plan import Plan, Setup
+from learner.planning.plan import Plan
 from learner.planning.programs import ADD, SCORE, UPDATE, Program, Resident
 from learner.planning.roofline import Roofline
+from learner.planning.setup import Setup
 from learner.planning.work import MeshShape
 
 ROOT = Path(__file__).parent.parent.parent
@@ -202,3 +203,4 @@ def test_json_holds_the_same(plan):
     assert found["tokens_per_second"] == pytest.approx(4 * 16 * 4096 / 8.5)
     assert found["largest"]["next_tokens_per_chip"] == 8192
     assert found["programs"]["score"]["roofline"] == {"compute": 0.5, "memory": 0.1, "overlapped": 0.0, "exposed": 0.1}
+    assert found["programs"]["update"]["bound_by"] == "memory"
