@@ -213,7 +213,10 @@ def table(plan: Plan) -> Table:
 
 def _title(plan: Plan) -> str:
     model = plan.setup.model
-    return f"{model.model_type}, {model.parameter_count / 1e9:.2f} B parameters"
+    count, unit = (
+        (model.parameter_count / 1e9, "B") if model.parameter_count >= 1e8 else (model.parameter_count / 1e6, "M")
+    )
+    return f"{model.model_type}, {count:.2f} {unit} parameters"
 
 
 def _memory(plan: Plan) -> str:
