@@ -57,9 +57,16 @@ def describe_devices(topology: Topology) -> list[jax.Device]:
     return list(devices)
 
 
-def bytes_wanted(message: str) -> float | None:
-    """What a program would take of a device's memory, by the compiler's message that it does not fit; else None."""
-    match = re.search(r"Used ([\d.]+)([GM]) of [\d.]+[GM] hbm", message)
-    if match is None:
-        return None
-    return float(match[1]) * {"G": 2**30, "M": 2**20}[match[2]]
+def bytes_wanted(message: str, arguments: float) -> float | None:
+    """What a program would take of a device's memory, by the compiler's message that it does not fit; else None.
+
+    Args:
+        message: of the compiler, which counts all that the program holds, or its temporaries alone.
+        arguments: bytes of the program's arguments.
+    """
+    units = {"G": 2**30, "M": 2**20}
+    if match := re.search(r"Used ([\d.]+)([GM]) of [\d.]+[GM] hbm", message):
+        return float(match[1]) * units[match[2]]
+    if match := re.search(r"HLO temporaries \(([\d.]+)([GM])\) exceeds available HBM", message):
+        return float(match[1]) * units[match[2]] + arguments
+    return None

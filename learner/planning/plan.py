@@ -137,7 +137,7 @@ def make_plan(
         kernel=suitable_kernel("tpu", [setup.length]),
     )
     resident = measure_resident(train, has_reference="reference" in setup.anchors)
-    programs = _compile_step(setup, train, mesh, say)
+    programs = _compile_step(setup, train, mesh, resident, say)
     training = training_pass(setup.model, setup.rows, setup.length, setup.remat)
     scoring = forward_pass(setup.model, setup.rows, setup.length)
     return Plan(
@@ -151,7 +151,9 @@ def make_plan(
     )
 
 
-def _compile_step(setup: Setup, train: TrainStep, mesh: Mesh, say: Callable[[str], None]) -> dict[str, Program]:
+def _compile_step(
+    setup: Setup, train: TrainStep, mesh: Mesh, resident: Resident, say: Callable[[str], None]
+) -> dict[str, Program]:
     """The programs of a step; those after one that was refused are left out."""
     what = {
         ADD: "forward and backward pass",
@@ -163,7 +165,7 @@ def _compile_step(setup: Setup, train: TrainStep, mesh: Mesh, say: Callable[[str
     programs: dict[str, Program] = {}
     for name, words in what.items():
         say(f"compiling for {setup.topology}: {words} of {setup.rows} x {setup.length} tokens")
-        programs[name] = compile_program(lowered[name], mesh)
+        programs[name] = compile_program(lowered[name], mesh, resident.arguments(name))
         if programs[name].is_refused:
             break
     return programs
@@ -198,7 +200,7 @@ def _search(
         say(f"compiling the same for {rows * setup.row_shards} x {setup.length} tokens, to see whether they fit")
         with jax.set_mesh(mesh):
             lowered = train.lower((rows * setup.row_shards, setup.length)).add
-        return compile_program(lowered, mesh).peak + resident.beside(ADD)
+        return compile_program(lowered, mesh, resident.arguments(ADD)).peak + resident.beside(ADD)
 
     return find_largest(
         measure,

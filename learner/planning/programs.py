@@ -38,6 +38,11 @@ class Resident(NamedTuple):
     published: int
     reference: int
 
+    def arguments(self, program: str) -> int:
+        """Bytes of what a program is given, but for the rows."""
+        own = {ADD: self.gradients, UPDATE: self.gradients + self.moments, SCORE: 0}
+        return self.parameters + own[program]
+
     def beside(self, program: str) -> int:
         """Bytes of what lies there while a program runs that does not touch it."""
         return self.published + self.reference + {ADD: self.moments, UPDATE: 0, SCORE: self.moments}[program]
@@ -67,8 +72,13 @@ def measure_resident(train: TrainStep, *, has_reference: bool) -> Resident:
     return Resident(parameters, _bytes(state.moments), parameters, published=parameters, reference=reference)
 
 
-def compile_program(lowered: jax.stages.Lowered, mesh: Mesh) -> Program:
+def compile_program(lowered: jax.stages.Lowered, mesh: Mesh, arguments: int) -> Program:
     """Compile a program for the mesh's devices; takes a minute or two for a large one.
+
+    Args:
+        lowered: the program.
+        mesh: its devices.
+        arguments: bytes of its arguments on a device.
 
     Raises:
         PlanError: the compiler refuses it, and not for want of memory.
@@ -79,7 +89,7 @@ def compile_program(lowered: jax.stages.Lowered, mesh: Mesh) -> Program:
             compiled = lowered.compile()
     except JaxRuntimeError as error:
         message = " ".join(str(error).split())
-        wanted = bytes_wanted(message)
+        wanted = bytes_wanted(message, arguments)
         if wanted is None:
             raise PlanError(f"the TPU compiler refuses the program: {message[:400]}") from error
         return Program(wanted, True, [], time.monotonic() - started)

@@ -178,6 +178,8 @@ def test_what_stays_on_a_device_is_its_part(model, optimizer) -> None:
     assert 2 * parameters <= resident.moments < 2 * parameters + 64  # and the counts of steps
     assert resident.beside(ADD) == resident.beside(SCORE) == resident.moments + 2 * parameters
     assert resident.beside(UPDATE) == 2 * parameters
+    assert resident.arguments(ADD) == 2 * resident.arguments(SCORE) == 2 * parameters
+    assert resident.arguments(UPDATE) == 2 * parameters + resident.moments
     assert measure_resident(train, has_reference=False).reference == 0
 
 
@@ -213,6 +215,11 @@ def test_the_largest_that_fits_is_found_with_few_compilations(first, limit, comp
 
 
 def test_the_compilers_refusal_names_what_it_wants() -> None:
-    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.63G of 15.75G hbm. Exceeded by 4.88G."
-    assert bytes_wanted(message) == 20.63 * GIB
-    assert bytes_wanted("RESOURCE_EXHAUSTED: scoped vmem") is None
+    whole = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.63G of 15.75G hbm. Exceeded by 4.88G."
+    assert bytes_wanted(whole, arguments=GIB) == 20.63 * GIB
+    part = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (18.56G) exceeds "
+        "available HBM (15.75G)."
+    )
+    assert bytes_wanted(part, arguments=2 * GIB) == pytest.approx(20.56 * GIB)
+    assert bytes_wanted("RESOURCE_EXHAUSTED: scoped vmem", arguments=0) is None
