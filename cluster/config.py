@@ -261,6 +261,8 @@ class LearnerConfig(Section):
     """Steps from one checkpoint to the next."""
     checkpoints_kept: Count = 2
     """Newest checkpoints that are kept."""
+    best_checkpoints_kept: Annotated[int, Field(ge=0)] = 1
+    """Checkpoints that are kept besides, for the highest mean reward since the one before."""
     publish_timeout_seconds: Seconds = 60.0
     """Longest that the samplers may take to acknowledge new weights, in seconds."""
     lease_timeout_seconds: Seconds = 600.0

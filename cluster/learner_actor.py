@@ -124,7 +124,18 @@ class LearnerActor:
                 timeout_seconds=2 * PUBLISH_ATTEMPTS * settings.publish_timeout_seconds
                 + self._config.buffer.outage_seconds,
             ),
-            checkpoints=Checkpoints(checkpoints, model, keep=settings.checkpoints_kept),
+            checkpoints=Checkpoints(
+                checkpoints,
+                model,
+                keep=settings.checkpoints_kept,
+                keep_best=settings.best_checkpoints_kept,
+                settings={
+                    "seed": self._config.run.seed,
+                    "temperature": self._config.sampler.temperature,
+                    "learner": settings.model_dump(mode="json"),
+                    "objective": self._config.objective.model_dump(mode="json"),
+                },
+            ),
             checkpoint_every_steps=settings.checkpoint_every_steps,
             batch_timeout_seconds=settings.lease_timeout_seconds,
             outage_seconds=self._config.buffer.outage_seconds,

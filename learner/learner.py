@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal
 
 import jax
@@ -96,6 +97,7 @@ class Learner:
         self._epoch = self._step = self._version = 0
         self._saving: int | None = None  # version of the checkpoint that the buffer has not been told of
         self._waited = self._worked = 0.0
+        self._rewards: list[float] = []
 
     @property
     def params(self) -> nnx.State:
@@ -234,6 +236,7 @@ class Learner:
                 "finite: lower the learning rate and resume from the last checkpoint"
             )
         worked = time.monotonic() - start
+        self._rewards.append(batch.facts["reward_mean"])
         trained, self._version, self._step = self._version, batch.next_version, self._step + 1
         self._publish(partial(self._acknowledge, batch.leases, self._version))
         idle += time.monotonic() - start - worked
@@ -280,10 +283,15 @@ class Learner:
         )
 
     def _save(self) -> None:
-        """Begin to write a checkpoint, of acknowledged batches only: others come again when the run is resumed."""
+        """Begin to write a checkpoint, of acknowledged batches only: others come again when the run is resumed.
+
+        Its score is the mean reward since the one before it.
+        """
         self._publisher.flush()
-        self._checkpoints.save(self._step, self._state, version=self._version)
+        score = fmean(self._rewards) if self._rewards else None
+        self._checkpoints.save(self._step, self._state, version=self._version, score=score)
         self._saving = self._version
+        self._rewards.clear()
 
     def _confirm_saved(self, outage_seconds: float) -> None:
         """Tell the buffer of the last checkpoint once it is durable."""
