@@ -27,7 +27,7 @@ test-slow: $(VENV)/.dev-installed ## run the test suite, slow tests included
 plan: $(PLAN_VENV)/.installed ## plan large models for TPU slices, without one (PLANS=... for other configurations; some minutes each)
 	@for config in $(PLANS); do $(PLAN_VENV)/bin/headrace plan $$config || exit; done
 
-test-plan: $(PLAN_VENV)/.dev-installed ## run the tests that compile for TPU slices (half an hour)
+test-plan: $(PLAN_VENV)/.dev-installed ## run the tests that compile for TPU slices (some minutes)
 	@JAX_PLATFORMS=cpu $(PLAN_VENV)/bin/python -m pytest -m slow tests/learner/test_plan_compile.py
 
 lint: $(VENV)/.dev-installed ## check format, style and types
