@@ -85,9 +85,10 @@ class Learner:
                 samplers.
             anchors: policies whose log-probabilities the objective reads in ``Rows``; each costs a forward pass.
         """
-        self._train, self._params, self._model = step, params, step.model
+        self._train, self._model = step, step.model
+        self._params: nnx.State | None = params
         self._ladder, self._recipe, self._anchors = ladder, recipe, tuple(anchors)
-        self._reference = params
+        self._reference: nnx.State | None = None
         self._buffer = buffer
         self._publisher, self._checkpoints, self._gang = publisher, checkpoints, gang
         self._checkpoint_every, self._batch_timeout = checkpoint_every_steps, batch_timeout_seconds
@@ -123,7 +124,10 @@ class Learner:
             ModelError: the checkpoint is of another model.
             PublicationError: a sampler did not take the weights.
         """
-        self._state = self._train.initialise(self._params)
+        params, self._params = self._params, None  # let go of: a device may have no room for another copy
+        if params is None:
+            raise RuntimeError("the learner is started already")
+        self._state = self._train.initialise(params)
         latest = self._checkpoints.latest()
         [taken] = self._gang.follow([self._buffer.announced()])
         self._gang.gather_floats([0.0])  # compiled now
@@ -134,7 +138,8 @@ class Learner:
             taken = max(taken, saved_version)
             logger.info("going on from the checkpoint of step %d", latest)
         if "reference" in self._anchors:
-            self._reference = self._train.place(self._params)
+            self._reference = self._train.place(params)
+        del params
         self._state = self._train.warm_up(self._state)
         for shape in self._ladder.shapes:
             jax.block_until_ready(self._anchored(self._train.put(empty_rows(shape))))
@@ -257,7 +262,7 @@ class Learner:
 
     def _anchored(self, rows: Rows) -> Rows:
         """The rows with the log-probabilities under the policies that the objective compares with."""
-        policies = {"proximal": self._state.params, "reference": self._reference}
+        policies: dict[Anchor, Any] = {"proximal": self._state.params, "reference": self._reference}
         return rows._replace(**{name: self._train.logprobs(policies[name], rows).logprob for name in self._anchors})
 
     def _acknowledge(self, leases: Sequence[Lease], version: int) -> None:
