@@ -25,12 +25,6 @@ _STATE, _ABOUT, _SCORE = "state", "about", "score"
 
 logger = logging.getLogger(__name__)
 
-# What several devices hold is written by one of them: shared among them, each share is cut out by a program that would
-# be compiled in the middle of the training.
-ocp.type_handlers.register_type_handler(
-    jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False), override=True
-)
-
 
 class Restored(NamedTuple):
     """What a checkpoint held.
@@ -75,7 +69,8 @@ class Checkpoints:
             create=True,
             enable_async_checkpointing=True,
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        handlers = {_STATE: _state_handler(), _ABOUT: ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint; None if there is none."""
@@ -97,9 +92,7 @@ class Checkpoints:
         about = {"model": self._model, "settings": self._settings, "version": version}
         self._manager.save(
             step,
-            args=ocp.args.Composite(
-                **{_STATE: ocp.args.StandardSave(_by_name(state)), _ABOUT: ocp.args.JsonSave(about)}
-            ),
+            args=ocp.args.Composite(**{_STATE: ocp.args.PyTreeSave(_by_name(state)), _ABOUT: ocp.args.JsonSave(about)}),
             metrics=None if score is None else {_SCORE: score},
         )
 
@@ -117,8 +110,9 @@ class Checkpoints:
         self._check_model(step, about["model"])
         for change in differences(about.get("settings", {}), self._settings):
             logger.warning("since checkpoint %d: %s", step, change)
-        wanted = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(_by_name(abstract))})
-        values = self._manager.restore(step, args=wanted)[_STATE]
+        wanted = _by_name(abstract)
+        how = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
+        values = self._manager.restore(step, args=ocp.args.Composite(**{_STATE: how}))[_STATE]
         return Restored(jax.tree.map_with_path(lambda path, _: values[_name(path)], abstract), int(about["version"]))
 
     def durable(self) -> bool:
@@ -143,6 +137,15 @@ class Checkpoints:
                 f"checkpoint {self._folder / str(step)} is of another model: {'; '.join(differing)}; "
                 "use the model it was written with or another run name"
             )
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    # What several devices hold is written by one of them: shared among them, each share would be cut out by a program
+    # that is compiled in the middle of the training.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
