@@ -85,6 +85,11 @@ class Learner:
                 samplers.
             anchors: policies whose log-probabilities the objective reads in ``Rows``; each costs a forward pass.
         """
+        if gang.count > 1 and recipe.uninformative == "refill":
+            raise ValueError(
+                f"uninformative is 'refill' in a gang of {gang.count} processes, each of which would decide for itself "
+                "what to lease; expected one process: use 'drop'"
+            )
         self._train, self._model = step, step.model
         self._params: nnx.State | None = params
         self._ladder, self._recipe, self._anchors = ladder, recipe, tuple(anchors)

@@ -12,12 +12,14 @@ import pytest
 
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
 from learner.checkpoints import Checkpoints
+from learner.gang import Gang
 from learner.learner import Learner
 from learner.objectives import decoupled_ppo, grpo, k3, policy_objective, token_mean, trajectory_credit
 from learner.publisher import Publisher
 from learner.recipe import Recipe
 
 GROUPS, GROUP_SIZE = 2, 4
+ALONE = Gang()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,9 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 )
             )
 
-        def learner(self, step=None, *, batch_timeout_seconds: float = 60.0, anchors=(), **recipe) -> Learner:
+        def learner(
+            self, step=None, *, batch_timeout_seconds: float = 60.0, anchors=(), gang=ALONE, **recipe
+        ) -> Learner:
             return Learner(
                 step or make_step(),
                 params,
@@ -116,6 +120,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                     credit=partial(trajectory_credit, advantage=grpo), divisor_of=token_mean().divisor_of, **recipe
                 ),
                 anchors=anchors,
+                gang=gang,
                 buffer=self.buffer,
                 publisher=Publisher(self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
                 checkpoints=Checkpoints(tmp_path / "checkpoints", model, keep=2),
@@ -333,3 +338,8 @@ def test_without_actors_the_wait_ends_and_says_what_is_missing(run) -> None:
     with pytest.raises(WaitTimeout, match="the learner waits for the rollout workers"):
         learner.run(1, threading.Event(), lambda record: None)
     learner.close()
+
+
+def test_a_gang_cannot_refill_batches(run) -> None:
+    with pytest.raises(ValueError, match="'refill' in a gang of 2 processes"):
+        run.learner(uninformative="refill", extra_leases=1, gang=Gang(0, 2))
