@@ -97,7 +97,8 @@ class Journal:
     def strike(self, name: str) -> None:
         """The entry is not going to be executed."""
         with self._lock:
-            self._entries = [entry for entry in self._entries if entry.name != name]
+            if name not in self._answered:
+                self._entries = [entry for entry in self._entries if entry.name != name]
 
     def lacking(self, executed: Set[str]) -> list[Entry] | None:
         """Entries that a server lacks which has executed those; None if there were more than are kept."""

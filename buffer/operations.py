@@ -302,6 +302,7 @@ class Operations:
                 "pass the version of the weights that were published after the step"
             )
         yield from self._let_go(lease.epoch, Entry(f"ack:{lease.id}", "ack", (lease.version, lease.id, int(version))))
+        self._journal.strike(_release(lease.id))  # one that got no answer: it was not executed before the ack
         yield from self._payloads.collect_garbage()
 
     def release(self, lease: Lease) -> Steps[None]:

@@ -227,7 +227,8 @@ class Claim:
         """Its groups, as the script ``hold`` wants them."""
         listed: list[str | int] = []
         for name, group in self.groups.items():
-            listed += [name, group.shard, group.oldest_version, group.tokens, group.weight, len(group.members)]
+            listed += [name, group.shard, repr(group.correction)]
+            listed += [group.oldest_version, group.tokens, group.weight, len(group.members)]
             for member in group.members:
                 listed += [member.index, f"{member.bytes}:{member.nonce}"]
         return listed

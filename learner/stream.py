@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,10 +31,13 @@ from learner.packing import Ladder, Rows, empty_rows, pack, padding_fraction
 from learner.patience import patiently
 from learner.recipe import Recipe, combine_facts
 
-_READY, _STOPPED, _FAILED = range(3)
+_READY, _STOPPED, _FAILED, _WAITING = range(4)
 
 _LOOK_SECONDS = 0.5
 """How often a wait for trajectories looks whether it should stop."""
+
+_AGREE_SECONDS = 2.0
+"""How often processes of a gang tell each other that they wait: some of what they wait for only the first can do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,14 +153,21 @@ class Stream:
         """
         error: Exception | None = None
         while True:
+            batch = None
+            is_done = bool(wait([pending], _AGREE_SECONDS).done)
             try:
-                batch = pending.result()
+                batch = pending.result() if is_done else None
             except (WaitTimeout, BufferUnavailable) as caught:  # which the others must hear of
-                batch, error = None, caught
-            state = _FAILED if error else _STOPPED if batch is None else _READY
+                error = caught
+            state = _WAITING if not is_done else _FAILED if error else _STOPPED if batch is None else _READY
             counts = [_count(batch, shape) for shape in self._ladder.shapes]
-            lease = digest(batch.leases[0].id) if batch else 0
+            lease = digest(f"{batch.leases[0].id} {sorted(batch.leases[0].batch.items())}") if batch else 0
             said = self._gang.gather([state, lease, *counts])
+            if (said[:, 0] == _WAITING).any():
+                # Redis forgot the lease, or a group of it was damaged: asked for by the first again, it is whole again.
+                if batch is not None and self._gang.leads:
+                    pending = self._thread.submit(self._fetch, batch.leases[0].version)
+                continue
             if (said[:, 0] != _READY).any():
                 if batch is not None and self._gang.leads:
                     self._release(batch.leases)

@@ -36,7 +36,7 @@ local leases, journal = prefix .. 'leases', prefix .. 'journal'
 local trained, kept = prefix .. 'trained', prefix .. 'kept'
 local SWEEP = 64 -- groups per sweep: a script must not hold the server for long
 local PAST_SECONDS = 300
-local JOURNAL = 1024 -- entries: more than any client keeps
+local JOURNAL = 1024 -- entries besides the beginning of the epoch: more than any client keeps
 
 -- A server before 7.0 that is full refuses a script whose first write may take memory. This one changes nothing and
 -- takes none, so that every script runs; newer servers are told by a flag.
@@ -89,7 +89,7 @@ end
 local function enter()
   if ARGV[3] ~= '' then
     redis.call('ZADD', journal, redis.call('HINCRBY', control, 'entries', 1), ARGV[3])
-    redis.call('ZREMRANGEBYRANK', journal, 0, -1 - JOURNAL)
+    redis.call('ZREMRANGEBYRANK', journal, 1, -1 - JOURNAL) -- never the beginning of the epoch
   end
 end
 

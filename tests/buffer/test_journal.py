@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from buffer_examples import complete, limits, train, trajectory
 
-from buffer import Buffer, BufferUnavailable, Fenced, State, WaitTimeout
+from buffer import Buffer, BufferUnavailable, Fenced, Order, State, WaitTimeout
 
 
 class Memory:
@@ -475,3 +475,53 @@ def test_two_threads_that_tell_the_server_again_do_not_undo_each_other(buffer, w
     assert [info.lease_version for info in buffer.groups(State.LEASED, 9)] == [1]
     buffer.ack(lease, 2)
     assert (buffer.stats().counters["acked"], buffer.announced()) == (1, 2)
+
+
+def test_late_in_a_long_epoch_a_server_is_told_again_as_well(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    for _ in range(2):
+        call(complete(workers))
+    for version in range(1100):
+        buffer.announce(epoch, version)
+    memory = Memory(raw, run)
+    held = buffer.lease(epoch, 0, timeout=0)
+    memory.restore()
+    assert buffer.lease(epoch, 1, timeout=0).group_ids != held.group_ids
+
+
+def test_an_ack_after_a_release_that_never_arrived_is_told_again(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=1))
+    epoch = buffer.begin_epoch()
+    for _ in range(3):
+        call(complete(workers))
+    lease = buffer.lease(epoch, 0, timeout=0)
+    perform = buffer._connection.perform
+
+    def unavailable(request):
+        raise BufferUnavailable("the server died")
+
+    buffer._connection.perform = unavailable
+    with pytest.raises(BufferUnavailable):
+        buffer.release(lease)
+    buffer._connection.perform = perform
+    memory = Memory(raw, run)
+    buffer.ack(lease, 1)
+    memory.restore()
+    assert buffer.lease(epoch, 1, timeout=0).group_ids != lease.group_ids
+
+
+def test_corrections_of_a_lease_that_was_forgotten_are_those_it_had(buffer, workers, call, raw, run):
+    buffer.open(limits(max_staleness=9, groups_per_batch=2, group_size=1, order=Order.PRIORITY))
+    epoch = buffer.begin_epoch()
+    for weight in (1, 2, 3, 50, 1):
+        slot = buffer.reserve("worker", timeout=0)
+        buffer.commit(trajectory(slot.group, 0), weights=[weight])
+    memory = Memory(raw, run)
+    lease = buffer.lease(epoch, 0, timeout=0)
+    memory.restore()
+    buffer.announce(epoch, 1)
+    again = buffer.lease(epoch, 0, timeout=0)
+    assert (again.id, again.mean_correction, list(again.corrections)) == (
+        *(lease.id, lease.mean_correction, list(lease.corrections)),
+    )
