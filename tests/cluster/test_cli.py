@@ -28,7 +28,7 @@ def test_config_prints_the_resolved_configuration():
     assert done.returncode == 0
     printed = json.loads(done.stdout)
     assert printed["learner"]["steps"] == 7
-    assert printed["learner"]["mesh"] == {"data": 1, "fsdp": 1}
+    assert printed["learner"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "config"])
