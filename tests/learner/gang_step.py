@@ -3,8 +3,8 @@
 Trains three steps on its share of fixed sequences; the first process writes what came of it.
 """
 
-import os
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from learner.packing import Ladder, empty_rows, pack
 from learner.step import TrainStep
 
 
-def main(port: str, index: int, count: int, folder: str) -> None:
+def main(port: str, index: int, count: int, folder: Path) -> None:
     gang = join_gang(f"localhost:{port}", index, count)
     from sharded import LADDER, MODEL, OPTIMIZER, PPO, examples
 
@@ -41,10 +41,8 @@ def main(port: str, index: int, count: int, folder: str) -> None:
         losses.append(float(metrics["loss"]))
     write_model(MODEL, state.params, folder, eos_token_id=None)
     if gang.leads:
-        np.save(os.path.join(folder, "losses.npy"), losses)
+        np.save(folder / "losses.npy", losses)
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -47,12 +47,11 @@ class Noting(Buffer):
 
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
-        self.tasks, self.shards = {}, {}
+        self.tasks = {}
 
     def lease(self, epoch, version, timeout, **named):
         lease = super().lease(epoch, version, timeout, **named)
         self.tasks[version] = sorted({member.task for member in lease.trajectories})
-        self.shards[version] = sorted(lease.batch.values())
         return lease
 
 
