@@ -54,7 +54,12 @@ def _check_lengths(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    learner, shards = config.learner, config.learner.mesh.data * config.learner.mesh.fsdp
+    learner, shards = config.learner, config.learner.mesh.shards
+    if shards % learner.processes:
+        raise ValueError(
+            f"learner.processes={learner.processes}: they share the rows, which learner.mesh.data × fsdp = {shards} "
+            "devices are spread over; use a divisor of it, or a larger mesh"
+        )
     if learner.rows_per_microbatch % shards:
         raise ValueError(
             f"learner.rows_per_microbatch={learner.rows_per_microbatch}: rows are spread over learner.mesh.data × fsdp "
@@ -166,6 +171,11 @@ def _check_zero_variance(config: Config) -> None:
         raise ValueError(
             "objective.zero_variance=refill: with buffer.max_staleness=0 nothing more is sampled before the batch in "
             "hand was trained; raise buffer.max_staleness, or use drop"
+        )
+    if config.learner.processes > 1:
+        raise ValueError(
+            f"objective.zero_variance=refill: learner.processes={config.learner.processes} would each decide for "
+            "itself what to lease; use objective.zero_variance=drop, or one process"
         )
     if objective.refill_leases is not None and objective.refill_leases > staleness:
         raise ValueError(

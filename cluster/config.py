@@ -215,6 +215,16 @@ class MeshConfig(Section):
     tensor: Count = 1
     """Devices that share the heads, the feed-forward channels and the vocabulary of every layer."""
 
+    @property
+    def shards(self) -> int:
+        """Parts that the rows of a micro-batch are split into."""
+        return self.data * self.fsdp
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.shards * self.tensor
+
 
 class OptimizerConfig(Section):
     """AdamW with a linear warm-up, a decay and gradient clipping by global norm."""
@@ -243,7 +253,12 @@ class LearnerConfig(Section):
     steps: Count
     """Optimizer steps of the run."""
     mesh: MeshConfig = MeshConfig()
-    """Devices and how the work is spread over them."""
+    """Devices of all processes together, and how the work is spread over them."""
+    processes: Count = 1
+    """Processes that train together, each with an equal share of the devices: one for every host of a TPU slice. A
+    process without an accelerator simulates its share of devices on the CPU."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """What one process asks Ray for besides CPUs, such as ``{TPU: 4}`` for the chips of its host."""
     row_lengths: Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_ascending)]
     """Ladder of row lengths in tokens, ascending; trajectories are packed into rows of these lengths."""
     rows_per_microbatch: Count = 8
@@ -251,7 +266,7 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig
     """The optimizer of reinforcement learning."""
     cpus: Cpus = 1.0
-    """CPUs that Ray sets aside for the learner; on a CPU it runs on that many threads, at least one."""
+    """CPUs that Ray sets aside for each process; on a CPU it runs on that many threads, at least one."""
     remat: Literal["none", "dots", "full", "offload"] = "none"
     """What the backward pass computes again to save memory: nothing, all but matrix products, whole layers, or whole
     layers with what enters them kept in the host's memory."""

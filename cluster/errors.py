@@ -29,7 +29,7 @@ _ELSEWHERE = (
     ("buffer.errors", "NotOpen"),
     ("buffer.errors", "PortInUse"),
     ("buffer.errors", "ServerError"),
-    ("cluster.services", "StartError"),
+    ("cluster.waiting", "StartError"),
     ("learner.mesh", "MeshError"),
     ("learner.models.config", "ModelError"),
     ("learner.planning.chips", "PlanError"),

@@ -15,8 +15,9 @@ from cluster.display import Display, open_display
 from cluster.errors import ConfigError
 from cluster.inputs import check_environment, check_model_folder
 from cluster.learner_actor import broadcast
-from cluster.services import START_SECONDS, start_samplers, start_workers, wait_until_up
+from cluster.services import start_samplers, start_workers
 from cluster.session import Stopped, session
+from cluster.waiting import START_SECONDS, wait_until_up
 from learner.models.weights import read_model, to_hf
 
 EVALUATION_SECONDS = 3600.0

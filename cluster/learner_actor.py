@@ -1,4 +1,4 @@
-"""The learner as a Ray actor: one process that owns the training devices.
+"""A process of the learner as a Ray actor, which owns the training devices of its host; see ``cluster.learner_gang``.
 
 It is told to train and answers only at the end; meanwhile ``poll`` hands out what happened and
 ``stop`` ends the training after the step in hand. Ray runs these calls in threads beside it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import shutil
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,11 +28,12 @@ from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
 from cluster.objective import make_anchors, make_objective, make_recipe
 from learner.checkpoints import Checkpoints
+from learner.gang import Gang, join_gang
 from learner.learner import Learner, Record
 from learner.mesh import make_mesh
 from learner.models.attention import suitable_kernel
-from learner.models.config import ModelConfig
-from learner.models.weights import initial_params, read_model, write_model
+from learner.models.config import ModelConfig, read_config
+from learner.models.weights import initial_params, read_params, write_model
 from learner.objectives import Objective, cross_entropy
 from learner.optimizer import make_optimizer
 from learner.packing import Ladder
@@ -49,16 +51,29 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 class LearnerActor:
-    """Trains one policy, first by imitation and then by reinforcement."""
+    """Trains one policy, first by imitation and then by reinforcement; :meth:`join` comes first."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._learner: Learner | None = None
+        self._gang = Gang()
 
     def __repr__(self) -> str:
-        return f"Learner({self._config.run.name})"
+        place = f", process {self._gang.index}" if self._gang.count > 1 else ""
+        return f"Learner({self._config.run.name}{place})"
+
+    def address(self) -> str:
+        """``host:port`` at which this process can be met."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def join(self, coordinator: str, index: int, count: int) -> int:
+        """Meet the other processes at the :meth:`address` of the first; returns this one's place among them."""
+        self._gang = join_gang(coordinator, index, count)
+        return self._gang.index
 
     def make_model(self, architecture: ArchitectureConfig, folder: Path) -> None:
         """Write a new model: tokenizer, chat template, and random weights drawn from ``run.seed``."""
@@ -72,19 +87,21 @@ class LearnerActor:
         warm_start = self._config.model.warm_start
         if warm_start is None:
             raise ValueError("model.warm_start is null; it says how to imitate")
-        model, params = read_model(source)
+        model = read_config(source)
+        step = self._step(model, warm_start.optimizer, warm_start.steps, cross_entropy, temperature=1.0)
         params = train_supervised(
-            self._step(model, warm_start.optimizer, warm_start.steps, cross_entropy, temperature=1.0),
-            params,
+            step,
+            read_params(model, source, step.shardings),
             [supervised_example(tokens_S, mask_S) for tokens_S, mask_S in conversations],
-            ladder=self._ladder,
+            ladder=self._ladder.part(self._gang.count),
             steps=warm_start.steps,
             batch_size=warm_start.examples_per_step,
             seed=self._config.run.seed,
             stop=self._stop,
             on_step=self._records.put,
+            gang=self._gang,
         )
-        if not self._stop.is_set():
+        if params is not None:
             self._export(model, params, source, target)
 
     def start(
@@ -103,12 +120,12 @@ class LearnerActor:
             The step that training goes on from; 0 for a new run.
         """
         settings = self._config.learner
-        model, params = read_model(model_folder)
-        objective = make_objective(self._config.objective)
+        model, objective = read_config(model_folder), make_objective(self._config.objective)
+        step = self._step(model, settings.optimizer, settings.steps, objective, self._config.sampler.temperature)
         self._learner = Learner(
-            self._step(model, settings.optimizer, settings.steps, objective, self._config.sampler.temperature),
-            params,
-            ladder=self._ladder,
+            step,
+            read_params(model, model_folder, step.shardings),
+            ladder=self._ladder.part(self._gang.count),
             recipe=make_recipe(self._config),
             anchors=make_anchors(self._config.objective),
             buffer=Buffer(
@@ -139,6 +156,7 @@ class LearnerActor:
             checkpoint_every_steps=settings.checkpoint_every_steps,
             batch_timeout_seconds=settings.lease_timeout_seconds,
             outage_seconds=self._config.buffer.outage_seconds,
+            gang=self._gang,
         )
         self._model, self._model_folder = model, model_folder
         self._learner.start()
@@ -167,10 +185,13 @@ class LearnerActor:
         self._stop.set()
 
     def _export(self, model: ModelConfig, params: nnx.State, source: Path, target: Path) -> None:
-        """Write weights to ``target``, with the tokenizer of ``source``."""
+        """Write weights to ``target``, with the tokenizer of ``source``; the first process of the gang does."""
         staged = target.with_name(target.name + ".new")
-        shutil.rmtree(staged, ignore_errors=True)
+        if self._gang.leads:
+            shutil.rmtree(staged, ignore_errors=True)
         write_model(model, params, staged, eos_token_id=Chat(source).end_token)
+        if not self._gang.leads:
+            return
         for name in _TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, staged / name)
@@ -180,8 +201,7 @@ class LearnerActor:
     @property
     def _ladder(self) -> Ladder:
         settings = self._config.learner
-        shards = settings.mesh.data * settings.mesh.fsdp
-        return Ladder.of(settings.row_lengths, settings.rows_per_microbatch, shards)
+        return Ladder.of(settings.row_lengths, settings.rows_per_microbatch, settings.mesh.shards)
 
     def _step(
         self, model: ModelConfig, optimizer: OptimizerConfig, steps: int, objective: Objective, temperature: float

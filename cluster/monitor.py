@@ -10,6 +10,7 @@ import ray
 
 from buffer import Buffer, BufferUnavailable, Stats
 from cluster.display import Display
+from cluster.learner_gang import LearnerGang
 from cluster.runfolder import RunFolder
 from cluster.telemetry import RayMetrics, Snapshot
 
@@ -32,7 +33,7 @@ class Monitor:
         display: Display,
         buffer: Buffer,
         *,
-        learner: Any,
+        learner: LearnerGang,
         samplers: Mapping[str, Any],
         workers: Mapping[str, Any],
         staleness_limit: int,
@@ -67,7 +68,7 @@ class Monitor:
 
     def take_steps(self) -> None:
         """Record what the learner did since the last time."""
-        for record in ray.get(self._learner.poll.remote(), timeout=ANSWER_SECONDS):
+        for record in self._learner.poll(ANSWER_SECONDS):
             self._folder.append_metrics("step", record)
             self._snapshot.update({name: record[name] for name in Snapshot.__annotations__ if name in record})  # type: ignore[typeddict-item]
             self.steps = int(record["step"])

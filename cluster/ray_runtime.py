@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.errors import RayUnavailable
 
@@ -109,8 +110,13 @@ def _start(cpus: int, dashboard: bool, metrics_port: int) -> None:
             ray.shutdown()
 
 
-def jax_environment(threads: int) -> dict[str, str]:
-    """Environment of an actor that runs JAX on ``threads`` threads of a CPU; give it as ``runtime_env["env_vars"]``.
+def actor_environment(cpus: float, *, devices: int = 1) -> dict[str, Any]:
+    """Runtime environment of an actor that runs JAX on so many CPUs, at least one; see :func:`jax_environment`."""
+    return {"env_vars": jax_environment(max(1, round(cpus)), devices=devices)}
+
+
+def jax_environment(threads: int, *, devices: int = 1) -> dict[str, str]:
+    """Environment of a process that runs JAX on ``threads`` threads of a CPU, where it sees so many devices.
 
     XLA sizes its pools by the machine, and two processes that each use every core slow each other down. Memory stays
     at its peak (with glibc's allocator), and what is compiled is kept for the next run, unless the user's environment
@@ -125,13 +131,15 @@ def jax_environment(threads: int) -> dict[str, str]:
         "MALLOC_TOP_PAD_": str(64 << 20),  # what is asked of the system at once
     }
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # A CPU is one device unless one asks for more; accelerators are as many as there are.
+    simulated = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(cache / "headrace" / "compiled")}
     return {
         **{name: os.environ.get(name, value) for name, value in (allocator | compiled).items()},
         "NPROC": str(threads),  # XLA's thread pools
         "OMP_NUM_THREADS": str(threads),
         "XLA_FLAGS": " ".join(
-            [os.environ.get("XLA_FLAGS", ""), f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}"]
+            [os.environ.get("XLA_FLAGS", ""), f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()}", simulated]
         ).strip(),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }

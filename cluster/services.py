@@ -1,12 +1,11 @@
-"""The services of a run: buffer, samplers, rollout workers and learner, as the configuration asks for them.
+"""The services of a run: buffer, samplers and rollout workers, as the configuration asks for them.
 
 Actors are named ``<run>/<role>``, which is what the Ray dashboard shows.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,8 @@ from actors.samplers.local import LocalSampler
 from actors.worker import RolloutWorker
 from buffer import Buffer, EmbeddedRedis, Limits, Order
 from cluster.config import Config
-from cluster.learner_actor import CONCURRENT_CALLS, LearnerActor
-from cluster.ray_runtime import jax_environment
+from cluster.ray_runtime import actor_environment
 from cluster.runfolder import RunFolder
-
-START_SECONDS = 600.0
-"""Longest that an actor may take from its creation to its first answer: a node may have to start for it."""
 
 WORKER_CALLS = 1000
 """Calls that Ray lets run at once in an asynchronous actor; each is a coroutine, not a thread."""
@@ -32,14 +27,10 @@ STORE_MEMORY_MARGIN = 256 << 20
 """Memory of our own Redis beyond the payloads' bound: control state, buffers of clients, the log's rewrite."""
 
 
-class StartError(RuntimeError):
-    """A service did not come up in time; the message names it."""
-
-
 def cpus_of(config: Config) -> float:
     """CPUs that all actors of a training run ask for together."""
-    sampler, actors = config.sampler, config.actors
-    return config.learner.cpus + sampler.replicas * sampler.cpus + actors.workers * actors.cpus
+    learner, sampler, actors = config.learner, config.sampler, config.actors
+    return learner.processes * learner.cpus + sampler.replicas * sampler.cpus + actors.workers * actors.cpus
 
 
 @contextmanager
@@ -93,18 +84,6 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
         yield service
 
 
-def start_learner(config: Config, run: str, *, role: str = "learner", threads: int | None = None) -> Any:
-    """A handle of a new :class:`LearnerActor`, on ``threads`` threads if given."""
-    cpus = config.learner.cpus
-    actor = ray.remote(LearnerActor).options(
-        name=f"{run}/{role}",
-        num_cpus=cpus,
-        max_concurrency=CONCURRENT_CALLS,
-        runtime_env=_environment(cpus if threads is None else threads),
-    )
-    return actor.remote(config)
-
-
 def start_samplers(config: Config, run: str, model_folder: Path) -> dict[str, Any]:
     """Handles of new samplers by name; they compile before they answer."""
     settings = config.sampler
@@ -114,7 +93,7 @@ def start_samplers(config: Config, run: str, model_folder: Path) -> dict[str, An
             name=f"{run}/{name}",
             num_cpus=settings.cpus,
             max_concurrency=WORKER_CALLS,
-            runtime_env=_environment(settings.cpus),
+            runtime_env=actor_environment(settings.cpus),
         )
         .remote(
             model=model_folder,
@@ -165,41 +144,3 @@ def start_workers(
         )
         for name in (f"worker-{i}" for i in range(settings.workers))
     }
-
-
-def wait_until_up(services: Mapping[str, Any], watch: Callable[[], None]) -> None:
-    """Wait until every sampler or worker answers.
-
-    Args:
-        services: handles by name.
-        watch: called every half second; whatever it raises ends the wait.
-
-    Raises:
-        StartError: one did not answer within ``START_SECONDS``.
-    """
-    answers = {handle.status.remote(): name for name, handle in services.items()}
-    wait_for(list(answers), watch, seconds=START_SECONDS, whom=", ".join(services))
-
-
-def wait_for(calls: Sequence[Any], watch: Callable[[], None], *, seconds: float, whom: str) -> list[Any]:
-    """The answers of actor calls; the first failure is raised as soon as it happens.
-
-    Raises:
-        StartError: not all of ``whom`` answered within ``seconds``.
-    """
-    deadline = time.monotonic() + seconds
-    pending = list(calls)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=0.5)
-        ray.get(done)
-        watch()
-        if pending and time.monotonic() > deadline:
-            raise StartError(
-                f"{whom} did not answer within {seconds:.0f} s; `ray status` says whether resources are missing"
-            )
-    answers: list[Any] = ray.get(list(calls))
-    return answers
-
-
-def _environment(cpus: float) -> dict[str, Any]:
-    return {"env_vars": jax_environment(max(1, round(cpus)))}

@@ -21,21 +21,15 @@ from cluster.display import Display, open_display
 from cluster.errors import ServiceDied
 from cluster.evaluation import EvaluationRun, evaluate_policy
 from cluster.inputs import check_inputs
+from cluster.learner_gang import LearnerGang
 from cluster.monitor import Monitor
 from cluster.plots import plot_learning_curve
 from cluster.policy import prepare_policy
 from cluster.runfolder import RunFolder
-from cluster.services import (
-    START_SECONDS,
-    buffer_service,
-    start_learner,
-    start_samplers,
-    start_workers,
-    wait_for,
-    wait_until_up,
-)
+from cluster.services import buffer_service, start_samplers, start_workers
 from cluster.session import Session, Stopped, session
 from cluster.summary import outcome_rows, summarise_run
+from cluster.waiting import START_SECONDS, wait_for, wait_until_up
 
 LOOK_SECONDS = 1.0
 """From one look at the services to the next."""
@@ -105,7 +99,7 @@ class TrainingRun:
         config, folder, watch = self._config, self._folder, self._work.watch
         model_folder = prepare_policy(config, folder, self._display, watch)
         self._display.phase("compiling sampler and learner")
-        self._learner = start_learner(config, folder.name)
+        self._learner = LearnerGang(config, folder.name)
         self._samplers = start_samplers(config, folder.name, model_folder)
         wait_until_up(self._samplers, watch)
         self._workers = start_workers(config, folder.name, folder.run_id, model_folder, self._samplers, buffer_url)
@@ -136,10 +130,10 @@ class TrainingRun:
         """
         self._display.phase("training", self._config.learner.steps)
         playing = [worker.run.remote() for worker in self._workers.values()]
-        training = self._learner.train.remote()
+        training = self._learner.train()
         try:
             self._watch_training(training, playing)
-            self._steps = ray.get(training)
+            self._steps = self._learner.outcome(training, STOP_SECONDS)
             self._drain(playing)
             self._services().collect()
         except ActorDiedError as error:
@@ -160,8 +154,8 @@ class TrainingRun:
         Raises:
             Stopped: asked to stop.
         """
-        writing = self._learner.write_model.remote(self._folder.model)
-        wait_for([writing], self._work.watch, seconds=START_SECONDS, whom="the learner")
+        writing = self._learner.write_model(self._folder.model)
+        wait_for(writing, self._work.watch, seconds=START_SECONDS, whom="the learner")
         while self._evaluation is not None and not self._take_evaluation(LOOK_SECONDS):
             self._work.watch()
         self._evaluate("evaluating the trained policy")
@@ -193,18 +187,19 @@ class TrainingRun:
             self._display.outcome("not finished", rows | {"go on with": folder.resume_command()})
 
     def _start_learner(self, model_folder: Path, buffer_url: str) -> int:
-        starting = self._learner.start.remote(
+        self._learner.join(self._work.watch)
+        starting = self._learner.start(
             model_folder,
             self._samplers,
             buffer_url=buffer_url,
             run=self._folder.run_id,
             checkpoints=self._folder.checkpoints,
         )
-        [step] = wait_for([starting], self._work.watch, seconds=START_SECONDS, whom="the learner")
+        step, *_ = wait_for(starting, self._work.watch, seconds=START_SECONDS, whom="the learner")
         return int(step)
 
-    def _watch_training(self, training: Any, playing: list[Any]) -> None:
-        """Return when the learner has ended; ask it to end when somebody asks us.
+    def _watch_training(self, training: list[Any], playing: list[Any]) -> None:
+        """Return when a process of the learner has ended; ask it to end when somebody asks us.
 
         Raises:
             RayError: a service failed.
@@ -212,7 +207,7 @@ class TrainingRun:
         """
         monitor, stop = self._services(), self._work.stop
         stop_deadline: float | None = None
-        while not ray.wait([training], timeout=STOP_LOOK_SECONDS if stop_deadline else 0)[0]:
+        while not ray.wait(training, timeout=STOP_LOOK_SECONDS if stop_deadline else 0)[0]:
             if stop_deadline is None:
                 ray.get(ray.wait(playing, timeout=0)[0])  # a worker ends before it is drained only by failing
                 monitor.look()
@@ -220,19 +215,23 @@ class TrainingRun:
                 stop.requested.wait(LOOK_SECONDS)
             if stop.requested.is_set() and stop_deadline is None:
                 stop_deadline = time.monotonic() + STOP_SECONDS
-                self._learner.stop.remote()
+                self._learner.stop()
                 self._display.note("stopping: finishing the step in hand and saving")
             if stop_deadline is not None and time.monotonic() > stop_deadline:
                 raise TimeoutError(f"the learner did not finish its step and save within {STOP_SECONDS:.0f} s")
 
-    def _rescue(self, training: Any) -> None:
-        """After a failure let the learner, if it lives, finish its step and save."""
-        self._learner.stop.remote()
-        ray.wait([training], timeout=STOP_SECONDS)
+    def _rescue(self, training: list[Any]) -> None:
+        """After a failure let the learner, if it lives as a whole, finish its step and save."""
+        self._learner.stop()
+        lacks_one = self._learner.lacks_one(training)
+        if not lacks_one:
+            ray.wait(training, num_returns=len(training), timeout=STOP_SECONDS)
         try:
             self._services().take_steps()
         except RayError as error:
             self._display.note(f"the learner does not answer any more ({type(error).__name__})")
+        if lacks_one:
+            self._learner.kill()
 
     def _drain(self, playing: list[Any]) -> None:
         """End the workers; one that fails at it has nothing to give back but slots that expire by themselves."""

@@ -65,14 +65,17 @@ def join_gang(coordinator: str, index: int, count: int) -> Gang:
     Must come before anything else that uses devices.
 
     Args:
-        coordinator: ``host:port`` on which the first process listens.
+        coordinator: ``host:port`` on which the process of index 0 listens.
         index: of this process.
         count: of processes.
+
+    Returns:
+        The place of this process. On TPUs it is that of its host in the slice, whatever ``index`` is.
     """
     if count == 1:
         return Gang()
     jax.distributed.initialize(coordinator, num_processes=count, process_id=index)
-    return Gang(index, count)
+    return Gang(jax.process_index(), jax.process_count())
 
 
 def _wide(numbers: np.ndarray) -> np.ndarray:

@@ -11,7 +11,8 @@ Axes: R = rows of a micro-batch, T = tokens of a row, S = tokens of one sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,6 +126,19 @@ class Ladder:
                     f"{rows} rows of {length} tokens cannot be shared by {count} processes; use a multiple of {count}"
                 )
         return Ladder(tuple((rows // count, length) for rows, length in self.shapes))
+
+    def count(self, micro_batches: Iterable[Rows]) -> list[int]:
+        """How many there are of each shape."""
+        having = Counter(rows.tokens.shape for rows in micro_batches)
+        return [having[shape] for shape in self.shapes]
+
+    def fill_up(self, micro_batches: Sequence[Rows], counts: Iterable[int]) -> list[Rows]:
+        """The micro-batches by shape, with empty ones added until there are ``counts`` of each."""
+        filled: list[Rows] = []
+        for shape, count in zip(self.shapes, counts, strict=True):
+            own = [rows for rows in micro_batches if rows.tokens.shape == shape]
+            filled += own + [empty_rows(shape)] * (int(count) - len(own))
+        return filled
 
     @property
     def longest(self) -> int:

@@ -116,6 +116,11 @@ class TrainStep:
             shardings(self._mesh, abstract),
         )
 
+    @property
+    def shardings(self) -> nnx.State:
+        """Where each parameter lives."""
+        return self._split
+
     def place(self, params: nnx.State) -> nnx.State:
         """A copy of parameters, on the devices. In a gang they must be there already, see ``weights.read_params``."""
         return self.snapshot(jax.device_put(params, self._split))

@@ -27,7 +27,7 @@ import numpy as np
 
 from buffer import Buffer, BufferUnavailable, Lease, WaitTimeout
 from learner.gang import Gang, digest
-from learner.packing import Ladder, Rows, empty_rows, pack, padding_fraction
+from learner.packing import Ladder, Rows, pack, padding_fraction
 from learner.patience import patiently
 from learner.recipe import Recipe, combine_facts
 
@@ -160,7 +160,7 @@ class Stream:
             except (WaitTimeout, BufferUnavailable) as caught:  # which the others must hear of
                 error = caught
             state = _WAITING if not is_done else _FAILED if error else _STOPPED if batch is None else _READY
-            counts = [_count(batch, shape) for shape in self._ladder.shapes]
+            counts = self._ladder.count(batch.micro_batches if batch else [])
             lease = digest(f"{batch.leases[0].id} {sorted(batch.leases[0].batch.items())}") if batch else 0
             said = self._gang.gather([state, lease, *counts])
             if (said[:, 0] == _WAITING).any():
@@ -184,10 +184,7 @@ class Stream:
 
     def _complete(self, batch: Batch, counts: np.ndarray) -> Batch:
         """Fill up with empty micro-batches, and say of the whole batch what is known of its shards."""
-        rows: list[Rows] = []
-        for shape, count in zip(self._ladder.shapes, counts, strict=True):
-            own = [rows for rows in batch.micro_batches if rows.tokens.shape == shape]
-            rows += own + [empty_rows(shape)] * (int(count) - len(own))
+        rows = self._ladder.fill_up(batch.micro_batches, counts)
         names = [*batch.facts, "skipped_divisor"]
         said = self._gang.gather_floats([*batch.facts.values(), batch.skipped_divisor])
         facts = combine_facts([dict(zip(names, map(float, each), strict=True)) for each in said])
@@ -209,7 +206,3 @@ class Stream:
     def _release(self, leases: list[Lease]) -> None:
         for lease in leases:
             self._buffer.release(lease)
-
-
-def _count(batch: Batch | None, shape: tuple[int, int]) -> int:
-    return sum(rows.tokens.shape == shape for rows in batch.micro_batches) if batch else 0

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from learner.packing import Example, Ladder, Rows, pack
+from learner.gang import Gang
+from learner.packing import Example, Ladder, pack
 from learner.step import TrainStep
 
 
@@ -36,20 +37,22 @@ def train_supervised(
     seed: int,
     stop: threading.Event,
     on_step: Callable[[dict[str, float]], None],
-) -> nnx.State:
-    """Imitate ``examples`` for ``steps`` updates and return the parameters.
+    gang: Gang = Gang(),  # noqa: B008 - it is immutable
+) -> nnx.State | None:
+    """Imitate ``examples`` for ``steps`` updates and return the parameters; None if it was stopped before.
 
     Args:
         step: a training step with the ``cross_entropy`` objective and temperature 1.
         params: where training starts; left as they are.
-        examples: from :func:`supervised_example`.
-        ladder: shapes to pack into, those of ``step``.
+        examples: from :func:`supervised_example`; in a gang, all of them in every process.
+        ladder: shapes to pack into; in a gang, those of this process's part of a micro-batch.
         steps: updates to make.
         batch_size: examples of one update; drawn without replacement until all were used.
         seed: of the order of the examples.
         stop: return after the step in hand.
         on_step: called after every step with step, loss, accuracy (share of the learned tokens that are
             the most probable one), entropy, grad_norm, learning_rate, trained_tokens, tokens and tokens_per_second.
+        gang: the processes that train together, each on its share of a batch; all make the same call.
 
     Raises:
         ValueError: there are fewer examples than ``batch_size``.
@@ -60,12 +63,14 @@ def train_supervised(
     state = step.warm_up(step.initialise(params))
     chosen = _choose(len(examples), batch_size, seed)
     for number in range(1, steps + 1):
-        if stop.is_set():
-            break
         start = time.monotonic()
         batch = [examples[i] for i in next(chosen)]
-        micro_batches: list[Rows] = [step.put(rows) for rows in pack(batch, ladder)]
-        state, on_device = step(state, micro_batches, version=0)
+        packed = pack(batch[gang.index :: gang.count], ladder)
+        said = gang.gather([stop.is_set(), *ladder.count(packed)])
+        if said[:, 0].any():
+            return None
+        packed = ladder.fill_up(packed, said[:, 1:].max(axis=0))
+        state, on_device = step(state, [step.put(rows) for rows in packed], version=0)
         metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
         tokens = sum(len(example.tokens) for example in batch)
         seconds = time.monotonic() - start

@@ -168,7 +168,7 @@ def test_an_error_raised_inside_an_actor_counts_as_what_it_is():
         ("buffer.errors", "NotOpen"),
         ("buffer.errors", "PortInUse"),
         ("buffer.errors", "ServerError"),
-        ("cluster.services", "StartError"),
+        ("cluster.waiting", "StartError"),
         ("learner.mesh", "MeshError"),
         ("learner.models.config", "ModelError"),
     ],

@@ -132,6 +132,13 @@ def test_what_the_user_set_is_kept(monkeypatch):
     assert jax_environment(2)["XLA_FLAGS"].split() == ["--xla_dump_to=/tmp/x", "--xla_cpu_multi_thread_eigen=true"]
 
 
+def test_a_cpu_is_as_many_devices_as_asked_for():
+    environment = {**os.environ, **jax_environment(1, devices=3), "JAX_PLATFORMS": "cpu"}
+    count = [sys.executable, "-c", "import jax; print(jax.device_count())"]
+    done = subprocess.run(count, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert int(done.stdout) == 3
+
+
 PAGE_FAULTS = """
 import resource, jax, jax.numpy as jnp
 call = jax.jit(lambda x: jnp.tanh(x @ x).sum())  # 16 MiB of scratch

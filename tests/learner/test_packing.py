@@ -104,3 +104,12 @@ def test_a_ladder_keeps_tokens_per_micro_batch_about_equal() -> None:
 def test_rows_that_devices_cannot_share_are_refused() -> None:
     with pytest.raises(PackingError, match="6 rows per micro-batch cannot be shared by 4 devices"):
         Ladder.of([16], rows_of_longest=6, row_multiple=4)
+
+
+def test_micro_batches_are_filled_up_to_what_others_have() -> None:
+    ladder = Ladder(((4, 8), (2, 16)))
+    packed = pack([example(12), example(5)], ladder)
+    assert ladder.count(packed) == [0, 1]
+    filled = ladder.fill_up(packed, [1, 2])
+    assert [rows.tokens.shape for rows in filled] == [(4, 8), (2, 16), (2, 16)]
+    assert [int(rows.mask.sum()) > 0 for rows in filled] == [False, True, False]

@@ -53,8 +53,9 @@ def test_a_stop_ends_it_after_the_step_in_hand(settings) -> None:
         records.append(record)
         stop.set()
 
-    train_supervised(examples=_counting([8] * 4), steps=9, batch_size=2, stop=stop, on_step=on_step, **settings)
+    made = train_supervised(examples=_counting([8] * 4), steps=9, batch_size=2, stop=stop, on_step=on_step, **settings)
     assert len(records) == 1
+    assert made is None
 
 
 def test_too_few_examples_are_refused(settings) -> None:
