@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from cluster.config import BandConfig, Config, ObjectiveConfig
+from cluster.config import Config
+from cluster.objective_config import BandConfig, ObjectiveConfig
 from learner.learner import Anchor
 from learner.objectives import (
     ADVANTAGES,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from cluster.combinations import READ_BY
-from cluster.config import ObjectiveConfig
 from cluster.loading import load_config
 from cluster.objective import make_anchors, make_objective, make_recipe
+from cluster.objective_config import ObjectiveConfig
 from learner.objectives import ADVANTAGES, AGGREGATIONS, DIVERGENCES, POLICY_LOSSES, gspo, ppo_clip
 
 QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.yaml"
