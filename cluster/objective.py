@@ -72,6 +72,7 @@ def make_recipe(config: Config) -> Recipe:
     return Recipe(
         credit=_credit(objective),
         divisor_of=_aggregation(objective).divisor_of,
+        compares_batch=objective.advantage == "reinforce",
         uninformative=_uninformative(objective),
         extra_leases=extra if objective.zero_variance == "refill" else 0,
         mask_truncated=objective.overlong.treatment == "mask",

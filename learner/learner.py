@@ -90,6 +90,11 @@ class Learner:
                 f"uninformative is 'refill' in a gang of {gang.count} processes, each of which would decide for itself "
                 "what to lease; expected one process: use 'drop'"
             )
+        if gang.count > 1 and recipe.compares_batch:
+            raise ValueError(
+                f"advantage compares with the mean of the batch in a gang of {gang.count} processes, each of which "
+                "would take that of its own shard; expected one process: use 'gae', or 'grpo' with larger groups"
+            )
         self._train, self._model = step, step.model
         self._params: nnx.State | None = params
         self._ladder, self._recipe, self._anchors = ladder, recipe, tuple(anchors)

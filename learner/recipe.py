@@ -53,6 +53,8 @@ class Recipe:
     Attributes:
         credit: from the rewards of turns to their advantages.
         divisor_of: what a sequence adds to the divisor of the loss, from the mask of its trained tokens.
+        compares_batch: whether ``credit`` compares groups with each other; then it must see the whole batch, which a
+            process of a gang does not.
         uninformative: what becomes of groups whose advantages are all 0.
         extra_leases: under ``refill``, most leases of one batch beyond the first; at most the buffer's max_staleness,
             because leased groups take up slots until they are acknowledged.
@@ -62,6 +64,7 @@ class Recipe:
 
     credit: Credit
     divisor_of: Callable[[np.ndarray], float]
+    compares_batch: bool = False
     uninformative: Uninformative = "skip"
     extra_leases: int = 0
     mask_truncated: bool = False

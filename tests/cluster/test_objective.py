@@ -110,6 +110,11 @@ def test_groups_without_an_advantage_are_treated_as_told(overrides, uninformativ
     assert (recipe.uninformative, recipe.extra_leases) == (uninformative, extra)
 
 
+def test_only_the_mean_of_the_batch_needs_the_whole_batch():
+    assert make_recipe(load("objective.advantage=reinforce", "buffer.group_size=1")).compares_batch
+    assert not make_recipe(load()).compares_batch
+
+
 def test_overlong_trajectories_are_treated_as_told():
     assert make_recipe(load("objective.overlong.treatment=mask")).mask_truncated
     penalty = make_recipe(load("objective.overlong={treatment: penalty, buffer: 16}")).length_penalty

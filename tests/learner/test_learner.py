@@ -343,3 +343,8 @@ def test_without_actors_the_wait_ends_and_says_what_is_missing(run) -> None:
 def test_a_gang_cannot_refill_batches(run) -> None:
     with pytest.raises(ValueError, match="'refill' in a gang of 2 processes"):
         run.learner(uninformative="refill", extra_leases=1, gang=Gang(0, 2))
+
+
+def test_a_gang_cannot_compare_with_the_mean_of_the_batch(run) -> None:
+    with pytest.raises(ValueError, match="mean of the batch in a gang of 2 processes"):
+        run.learner(compares_batch=True, gang=Gang(0, 2))
