@@ -36,6 +36,8 @@ class Example:
         logprobs: float32[S], behaviour log-probability; read where ``mask`` is true.
         versions: int32[S], policy version that sampled the token.
         advantages: float32[S], how much better than expected the choice of each token was; read where ``mask`` is true.
+        rewards: float32[S], reward of the turn of each sampled token; None where no values are learned.
+        is_cut: whether the sequence was cut off before its end.
     """
 
     tokens: np.ndarray
@@ -43,6 +45,8 @@ class Example:
     logprobs: np.ndarray
     versions: np.ndarray
     advantages: np.ndarray
+    rewards: np.ndarray | None = None
+    is_cut: bool = False
 
 
 class Rows(NamedTuple):
@@ -56,9 +60,13 @@ class Rows(NamedTuple):
         mask: bool, whether that target is trained.
         logprobs: float32, behaviour log-probability of the target.
         versions: int32, policy version that sampled the target.
-        advantages: float32, advantage of the target.
+        advantages: float32, advantage of the target; with a value head its weight, until the learner fills it in.
         proximal: float32, log-probability of the target at the start of the step; 0 until the learner fills it in.
         reference: float32, log-probability of the target under the reference policy; 0 until the learner fills it in.
+        rewards: float32, reward of the target's turn.
+        cut: bool, whether this is the last token of a sequence that was cut off.
+        values: float32, value of this position at the start of the step; 0 until the learner fills it in.
+        returns: float32, what that value should be; 0 until the learner fills it in.
     """
 
     tokens: Array
@@ -71,6 +79,10 @@ class Rows(NamedTuple):
     advantages: Array
     proximal: Array
     reference: Array
+    rewards: Array
+    cut: Array
+    values: Array
+    returns: Array
 
 
 _DTYPES = {
@@ -84,6 +96,10 @@ _DTYPES = {
     "advantages": np.float32,
     "proximal": np.float32,
     "reference": np.float32,
+    "rewards": np.float32,
+    "cut": np.bool_,
+    "values": np.float32,
+    "returns": np.float32,
 }
 
 
@@ -230,5 +246,8 @@ def _micro_batch(examples: Sequence[Example], rows: Sequence[_Row], shape: tuple
             batch.logprobs[r, predicting] = example.logprobs[1:]
             batch.versions[r, predicting] = example.versions[1:]
             batch.advantages[r, predicting] = example.advantages[1:]
+            if example.rewards is not None:
+                batch.rewards[r, predicting] = example.rewards[1:]
+            batch.cut[r, start + size - 1] = example.is_cut
             start += size
     return batch

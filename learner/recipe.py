@@ -96,7 +96,13 @@ class Recipe:
             if useful or self.uninformative == "train":
                 examples += [
                     Example(
-                        t.tokens, t.loss_mask, t.logprobs, t.versions, spread(correction * advantage_K, t.loss_mask)
+                        t.tokens,
+                        t.loss_mask,
+                        t.logprobs,
+                        t.versions,
+                        advantages=spread(correction * advantage_K, t.loss_mask),
+                        rewards=spread(self._rewards(t), t.loss_mask),
+                        is_cut=t.status is Status.TRUNCATED,
                     )
                     for t, advantage_K in kept
                 ]
@@ -131,19 +137,17 @@ class Recipe:
         return reward_K
 
 
-def spread(advantage_K: np.ndarray, mask_T: np.ndarray) -> np.ndarray:
-    """Give every sampled token the advantage of its turn; a turn is one run of sampled tokens.
+def spread(x_K: np.ndarray, mask_T: np.ndarray) -> np.ndarray:
+    """Give every sampled token what belongs to its turn, others 0: float32[T]; a turn is one run of sampled tokens.
 
     Raises:
         ValueError: there are more or fewer runs than turns.
     """
     begins_T = mask_T & ~np.concatenate([[False], mask_T[:-1]])
     runs = int(begins_T.sum())
-    if runs != len(advantage_K):
-        raise ValueError(
-            f"the mask has {runs} runs of sampled tokens, but there are rewards of {len(advantage_K)} turns"
-        )
-    return np.where(mask_T, advantage_K[np.cumsum(begins_T) - 1], 0.0).astype(np.float32)
+    if runs != len(x_K):
+        raise ValueError(f"the mask has {runs} runs of sampled tokens, but there are rewards of {len(x_K)} turns")
+    return np.where(mask_T, x_K[np.cumsum(begins_T) - 1], 0.0).astype(np.float32)
 
 
 def combine_facts(facts: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -22,11 +22,13 @@ class TokenScores(NamedTuple):
         logprob: float32[M], log-probability of the token.
         entropy: float32[M], entropy in nats of the distribution it came from.
         greedy: bool[M], whether it is the most probable token.
+        value: float32[M], what the value head says of the position that the token is predicted from; None without one.
     """
 
     logprob: jax.Array
     entropy: jax.Array
     greedy: jax.Array
+    value: jax.Array | None = None
 
 
 def token_scores(

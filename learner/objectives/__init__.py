@@ -2,13 +2,12 @@
 
 What happens to a batch, in this order:
 
-* on the host, ``credit`` turns the rewards of turns into advantages by one of ``ADVANTAGES``;
+* on the host, ``credit`` turns the rewards of turns into advantages by one of ``ADVANTAGES``; or, of a model with a
+  value head, one of ``ESTIMATORS`` does so on the devices, by the values at the start of the step (``values``);
 * on the devices, one of ``POLICY_LOSSES`` gives every sampled token a loss, some of ``CORRECTIONS`` weigh or reject it,
   one of ``DIVERGENCES`` and the entropy are added, and one of ``AGGREGATIONS`` weighs tokens against each other
   (``policy``); ``diagnostics`` are measured on the way;
 * after micro-batches and devices have been added up, ``Terms`` are divided, once.
-
-``values`` holds what needs a value head, which the decoder does not have yet.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from learner.objectives.corrections import (
     truncated_sequence,
     truncated_token,
 )
-from learner.objectives.credit import Credit, overlong_penalty, trajectory_credit, turn_credit
+from learner.objectives.credit import Credit, deferred_credit, overlong_penalty, trajectory_credit, turn_credit
 from learner.objectives.divergences import DIVERGENCES, Divergence, k1, k2, k3
 from learner.objectives.imitation import cross_entropy
 from learner.objectives.losses import (
@@ -39,7 +38,7 @@ from learner.objectives.losses import (
 )
 from learner.objectives.policy import policy_objective
 from learner.objectives.terms import Objective, Terms
-from learner.objectives.values import VTrace, gae, value_loss, vtrace
+from learner.objectives.values import ESTIMATORS, Estimate, Estimator, gae, value_loss, vtrace
 
 AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
     "token_mean": token_mean,
@@ -52,21 +51,24 @@ __all__ = [
     "AGGREGATIONS",
     "CORRECTIONS",
     "DIVERGENCES",
+    "ESTIMATORS",
     "POLICY_LOSSES",
     "Advantage",
     "Aggregation",
     "Correction",
     "Credit",
     "Divergence",
+    "Estimate",
+    "Estimator",
     "Objective",
     "PolicyLoss",
     "Surrogate",
     "Terms",
-    "VTrace",
     "batch_mean",
     "cispo",
     "cross_entropy",
     "decoupled_ppo",
+    "deferred_credit",
     "dppo",
     "dr_grpo",
     "gae",

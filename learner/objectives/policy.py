@@ -18,7 +18,8 @@ from learner.objectives.corrections import Correction
 from learner.objectives.diagnostics import diagnose
 from learner.objectives.divergences import Divergence
 from learner.objectives.losses import PolicyLoss, log_ratio
-from learner.objectives.terms import Terms, masked_sum
+from learner.objectives.terms import Part, Terms, masked_sum
+from learner.objectives.values import value_loss, valued
 from learner.packing import Rows
 
 
@@ -34,8 +35,10 @@ def policy_objective(
     divergence_weight: float = 0.0,
     entropy_bonus: float = 0.0,
     entropy_cap: float = math.inf,
+    value_weight: float = 0.0,
+    value_clip: float = math.inf,
 ) -> Terms:
-    """``Σ_t w_t·(c_t·ℓ_t + κ·KL_t − β·min(H_t, H*))`` and what divides it.
+    """``Σ_t w_t·(c_t·ℓ_t + κ·KL_t − β·min(H_t, H*) + ν·L_t)`` and what divides it.
 
     ℓ is the policy loss, c the product of the corrections, w the weight of the aggregation. The corrections are of the
     policy loss alone: a token that says nothing about rewards any more is still one to keep near the reference.
@@ -53,17 +56,20 @@ def policy_objective(
         entropy_cap: H*, in nats, above 0. A token's entropy beyond it earns nothing: once most groups have equal
             rewards nothing else holds the bonus back, and without a cap the policy can end in noise. A fixed weight and
             a cap per token, where SAC (arXiv:1812.05905, section 5) learns the weight that bounds the mean.
+        value_weight: ν, at least 0, of the value loss L (PPO: arXiv:1707.06347, eq. 9); needs ``TokenScores.value``. L
+            is taken at some more positions than the policy loss, see ``values``, and divided alike.
+        value_clip: how far a value may move per batch, see ``value_loss``.
     """
     surrogate = loss(scores, rows, version)
     found = diagnose(scores, rows, version, surrogate)
     loss_RT, means = surrogate.loss, dict(found.means)
     if corrections:
         log_ratio_RT = stop_gradient(log_ratio(scores, rows))
-        weight_RT = math.prod((correct(log_ratio_RT, rows) for correct in corrections), start=jnp.float32(1.0))
-        loss_RT = weight_RT * loss_RT
+        correction_RT = math.prod((correct(log_ratio_RT, rows) for correct in corrections), start=jnp.float32(1.0))
+        loss_RT = correction_RT * loss_RT
         means |= {
-            "correction_mean": masked_sum(weight_RT, rows.mask),
-            "rejected_fraction": masked_sum(weight_RT == 0, rows.mask),
+            "correction_mean": masked_sum(correction_RT, rows.mask),
+            "rejected_fraction": masked_sum(correction_RT == 0, rows.mask),
         }
     if divergence is not None:
         reference_RT = jnp.where(rows.mask, rows.reference, scores.logprob)
@@ -72,9 +78,18 @@ def policy_objective(
         means["kl_reference"] = stop_gradient(masked_sum(divergence_RT, rows.mask))
     if entropy_bonus:
         loss_RT -= entropy_bonus * jnp.minimum(scores.entropy, entropy_cap)
+    weight_RT, parts = aggregation.weigh(rows), dict(found.parts)
+    total = masked_sum(weight_RT * loss_RT, rows.mask)
+    if value_weight:
+        assert scores.value is not None, "the model has no value head"
+        value_loss_RT, is_valued_RT = value_loss(scores.value, rows, clip=value_clip), valued(rows)
+        total += value_weight * masked_sum(weight_RT * value_loss_RT, is_valued_RT)
+        parts["value_loss"] = Part(
+            stop_gradient(masked_sum(value_loss_RT, is_valued_RT)), jnp.sum(is_valued_RT, dtype=jnp.float32)
+        )
     return Terms(
-        loss=masked_sum(aggregation.weigh(rows) * loss_RT, rows.mask),
+        loss=total,
         divisor=aggregation.divisor(rows),
         tokens=jnp.sum(rows.mask, dtype=jnp.float32),
-        **found._replace(means=means)._asdict(),
+        **found._replace(means=means, parts=parts)._asdict(),
     )

@@ -45,6 +45,10 @@ def random_case(seed: int = 0) -> tuple[TokenScores, Rows]:
         advantages=rng.normal(size=SHAPE).astype(np.float32),
         proximal=near(0.3),
         reference=near(0.4),
+        rewards=np.zeros(SHAPE, np.float32),
+        cut=np.zeros(SHAPE, bool),
+        values=rng.normal(size=SHAPE).astype(np.float32),
+        returns=rng.normal(size=SHAPE).astype(np.float32),
     )
     entropy = rng.random(SHAPE).astype(np.float32)
     return TokenScores(jnp.asarray(logprob), jnp.asarray(entropy), jnp.asarray(rng.random(SHAPE) < 0.5)), rows

@@ -22,6 +22,8 @@ def example(size: int, seed: int = 0) -> Example:
         logprobs=rng.normal(size=size).astype(np.float32),
         versions=rng.integers(0, 9, size).astype(np.int32),
         advantages=rng.normal(size=size).astype(np.float32),
+        rewards=rng.normal(size=size).astype(np.float32) if seed % 2 else None,
+        is_cut=seed % 3 == 0,
     )
 
 
@@ -51,7 +53,9 @@ def test_every_sequence_comes_out_as_it_went_in(sizes: list[int]) -> None:
         np.testing.assert_array_equal(part["logprobs"][:-1], e.logprobs[1:])
         np.testing.assert_array_equal(part["versions"][:-1], e.versions[1:])
         np.testing.assert_array_equal(part["advantages"][:-1], e.advantages[1:])
-        assert not part["proximal"].any() and not part["reference"].any()
+        np.testing.assert_array_equal(part["rewards"][:-1], 0.0 if e.rewards is None else e.rewards[1:])
+        assert part["cut"].tolist() == [False] * (len(e.tokens) - 1) + [e.is_cut]
+        assert not any(part[name].any() for name in ("proximal", "reference", "values", "returns"))
 
 
 def test_padding_is_never_trained() -> None:
