@@ -104,13 +104,15 @@ class Checkpoints:
             abstract: shapes and shardings wanted; the mesh may be another than the one that wrote it.
 
         Raises:
-            ModelError: the checkpoint is of another model; the message says what differs.
+            ModelError: the checkpoint is of another model, or holds less or more than is trained, such as a value head;
+                the message says what differs.
         """
         about = self._manager.restore(step, args=ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()}))[_ABOUT]
         self._check_model(step, about["model"])
         for change in differences(about.get("settings", {}), self._settings):
             logger.warning("since checkpoint %d: %s", step, change)
         wanted = _by_name(abstract)
+        self._check_names(step, set(wanted))
         how = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
         values = self._manager.restore(step, args=ocp.args.Composite(**{_STATE: how}))[_STATE]
         return Restored(jax.tree.map_with_path(lambda path, _: values[_name(path)], abstract), int(about["version"]))
@@ -137,6 +139,17 @@ class Checkpoints:
                 f"checkpoint {self._folder / str(step)} is of another model: {'; '.join(differing)}; "
                 "use the model it was written with or another run name"
             )
+
+    def _check_names(self, step: int, wanted: set[str]) -> None:
+        stored = set(self._manager.item_metadata(step)[_STATE].tree)
+        for what, names in (("lacks", wanted - stored), ("holds besides", stored - wanted)):
+            if names:
+                *others, name = sorted(names)  # parameters come after moments
+                more = f" and {len(others)} more" if others else ""
+                raise ModelError(
+                    f"checkpoint {self._folder / str(step)} {what} {name}{more}; expected what is trained: set "
+                    "objective and learner as they were when it was written, or use another run name"
+                )
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:

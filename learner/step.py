@@ -25,6 +25,7 @@ from learner.models.attention import KERNELS, Kernel
 from learner.models.config import ModelConfig
 from learner.models.decoder import Parallel, Remat
 from learner.models.logprobs import TokenScores, token_scores
+from learner.models.value_head import VALUE_HEAD, ValueGradient, abstract_value_head, with_value_head
 from learner.models.weights import abstract_model
 from learner.objectives import Objective, Terms
 from learner.optimizer import Optimizer
@@ -35,7 +36,7 @@ class TrainState(NamedTuple):
     """All that training changes.
 
     Attributes:
-        params: the decoder's parameters.
+        params: the decoder's parameters, and those of its value head if it has one.
         moments: the optimizer's state.
         step: int32, updates made so far.
     """
@@ -77,6 +78,7 @@ class TrainStep:
         remat: Remat = "none",
         dtype: Any = jnp.float32,
         kernel: Kernel = "xla",
+        value_gradient: ValueGradient | None = None,
     ) -> None:
         """Make a step; nothing is compiled.
 
@@ -91,9 +93,14 @@ class TrainStep:
             dtype: of matrix products and activations. Parameters, moments, norms, scores of attention,
                 log-probabilities and gradients between micro-batches are float32.
             kernel: of attention; ``splash`` for TPUs, whose rows are multiples of 128 long.
+            value_gradient: how far the gradient of the value loss flows; None for a model without a value head.
         """
         self.model = config
         self._graph, self._abstract_params = abstract_model(config)
+        self._value_gradient = value_gradient
+        if value_gradient is not None:
+            self._head_graph, head = abstract_value_head(config)
+            self._abstract_params = with_value_head(self._abstract_params, head)
         self._mesh, self._ladder = mesh, ladder
         self._optimizer, self._objective = optimizer, objective
         self._temperature, self._remat, self._dtype = temperature, remat, jnp.dtype(dtype)
@@ -105,6 +112,11 @@ class TrainStep:
         self._update = self._jit_update()
         self._score = jax.jit(self._scores, out_shardings=self._by_rows)
         self._copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._split)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self._mesh
 
     @property
     def abstract_state(self) -> TrainState:
@@ -217,7 +229,7 @@ class TrainStep:
         """Scores of this device's rows; runs under ``shard_map``."""
         whole = partial(gather, dtype=self._dtype)
         tensor = TENSOR if self._mesh.shape[TENSOR] > 1 else None
-        outer = nnx.State({name: part for name, part in params.items() if name != "layers"})
+        outer = nnx.State({name: part for name, part in params.items() if name not in ("layers", VALUE_HEAD)})
         model = nnx.merge(self._graph, nnx.State({**whole(outer), "layers": params["layers"]}))
         attend = KERNELS[self._kernel](rows.segments)
         hidden_RTH, _ = model(rows.tokens, rows.positions, attend, parallel=Parallel(whole, tensor), remat=self._remat)
@@ -230,6 +242,11 @@ class TrainStep:
             softcap=model.config.final_logit_softcapping,
             tensor=tensor,
         )
+        if self._value_gradient is not None:
+            if self._value_gradient == "head":
+                hidden_MH = jax.lax.stop_gradient(hidden_MH)
+            head = nnx.merge(self._head_graph, gather(params[VALUE_HEAD], jnp.float32))
+            scores_M = scores_M._replace(value=head(hidden_MH))
         return jax.tree.map(lambda x_M: x_M.reshape(rows.targets.shape), scores_M)
 
     def _scores(self, params: nnx.State, rows: Rows) -> TokenScores:

@@ -9,16 +9,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from learner.critic import Critic
 from learner.mesh import make_mesh
 from learner.models.attention import Reach, attend_packed, attend_splash
 from learner.models.config import ModelConfig
 from learner.models.decoder import Remat
+from learner.models.value_head import ValueHead, with_value_head
 from learner.models.weights import initial_params
-from learner.objectives import policy_objective, ppo_clip, sequence_mean_token_mean
+from learner.objectives import policy_objective, ppo_clip, sequence_mean_token_mean, vtrace
 from learner.optimizer import make_optimizer
-from learner.packing import Example, Ladder, pack
+from learner.packing import Example, Ladder, Rows, pack
+from learner.recipe import spread
 from learner.step import TrainStep
 
 MODEL = ModelConfig(
@@ -47,6 +51,7 @@ QWEN2 = replace(MODEL, model_type="qwen2")
 PPO = partial(
     policy_objective, loss=ppo_clip, aggregation=sequence_mean_token_mean(), entropy_bonus=0.01, entropy_cap=4.0
 )
+VALUED = partial(PPO, value_weight=0.5)
 LADDER = Ladder(((8, 32),))
 OPTIMIZER = make_optimizer(
     learning_rate=1e-2,
@@ -70,11 +75,30 @@ def examples() -> list[Example]:
         mask[0] = False
         logprobs = np.where(mask, rng.normal(-3.1, 0.2, size), 0.0).astype(np.float32)
         tokens = rng.integers(0, 24, size, dtype=np.int32)
-        made.append(Example(tokens, mask, logprobs, np.zeros(size, np.int32), rng.normal(size=size).astype(np.float32)))
+        advantages = rng.normal(size=size).astype(np.float32)
+        runs = int(np.count_nonzero(mask[1:] & ~mask[:-1]))
+        rewards = spread(rng.normal(size=runs).astype(np.float32), mask) if runs else np.zeros(size, np.float32)
+        made.append(
+            Example(tokens, mask, logprobs, np.zeros(size, np.int32), advantages, rewards=rewards, is_cut=size % 2 == 0)
+        )
     return made
 
 
-def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = "none"):
+def with_some_head(params: nnx.State) -> nnx.State:
+    """Beside parameters of ``MODEL``, a value head that is not zero any more."""
+    rng = np.random.default_rng(2)
+    zeros = nnx.split(ValueHead(MODEL))[1]
+    return with_value_head(params, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape).astype(x.dtype)), zeros))
+
+
+def judge(step: TrainStep, params: nnx.State, batch: list[Rows]) -> tuple[list[Rows], dict[str, float]]:
+    """The batch with advantages by values, as the learner finds them."""
+    critic = Critic(step.mesh, partial(vtrace, discount=0.9, decay=0.9, is_weighted=False), normalise=True)
+    scores = [step.logprobs(params, rows) for rows in batch]
+    return critic([rows._replace(proximal=s.logprob, values=s.value) for rows, s in zip(batch, scores, strict=True)])
+
+
+def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = "none", *, has_values: bool = False):
     """Gradient and summary of the first batch, and the parameters after five steps."""
     devices = jax.devices()[: data * fsdp * tensor]
     step = TrainStep(
@@ -82,16 +106,21 @@ def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = 
         make_mesh(model, data=data, fsdp=fsdp, tensor=tensor, devices=devices),
         LADDER,
         OPTIMIZER,
-        PPO,
+        VALUED if has_values else PPO,
         temperature=0.9,
         remat=remat,
+        value_gradient="trunk" if has_values else None,
     )
-    state = step.initialise(initial_params(model, seed=1))
+    params = initial_params(model, seed=1)
+    state = step.initialise(with_some_head(params) if has_values else params)
     local = state.params["layers"]["attention"]["q_HND"][...].addressable_shards[0].data.shape
     assert local[1:3] == (model.hidden_size // fsdp, model.num_attention_heads // tensor), "weights are not split"
     batch = [step.put(rows) for rows in pack(examples(), LADDER)]
-    first = jax.device_get(step.gradients(state.params, batch, 0))
     metrics = []
+    if has_values:
+        batch, said = judge(step, state.params, batch)
+        metrics.append({name: np.float32(number) for name, number in said.items()})
+    first = jax.device_get(step.gradients(state.params, batch, 0))
     for _ in range(5):
         state, scalars = step(state, batch, 0)
         metrics.append(jax.device_get(scalars))
@@ -151,6 +180,7 @@ def main() -> None:
     compare("dots 2x2x2", train(MODEL, 2, 2, 2, "dots"), reference)
     compare("gemma 1x4x2 full", train(GEMMA, 1, 4, 2, "full"), train(GEMMA, 1, 1, 1))
     compare("qwen2 2x1x2", train(QWEN2, 2, 1, 2), train(QWEN2, 1, 1, 1))
+    compare("values 2x2x2", train(MODEL, 2, 2, 2, has_values=True), train(MODEL, 1, 1, 1, has_values=True))
 
 
 if __name__ == "__main__":

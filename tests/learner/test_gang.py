@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from learner.models.value_head import VALUE_FILE
+
 _HERE = Path(__file__).parent
 
 
@@ -51,5 +53,8 @@ def test_a_gang_trains_as_one_process_does(tmp_path, alone, count, devices) -> N
     run_gang(tmp_path / "gang", count, devices)
     np.testing.assert_allclose(np.load(tmp_path / "gang" / "losses.npy"), np.load(alone / "losses.npy"), rtol=1e-5)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "gang", alone))
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(ours[name], tensor, atol=1e-4, err_msg=name)
+    ours, theirs = (load_file(folder / VALUE_FILE) for folder in (tmp_path / "gang", alone))
     for name, tensor in theirs.items():
         np.testing.assert_allclose(ours[name], tensor, atol=1e-4, err_msg=name)
