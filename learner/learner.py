@@ -26,6 +26,7 @@ from flax import nnx
 
 from buffer import Buffer, BufferUnavailable, Fenced, Lease, WaitTimeout
 from learner.checkpoints import Checkpoints
+from learner.critic import Critic
 from learner.gang import Gang
 from learner.models.compilations import CompilationCounter
 from learner.models.weights import gather_hf, to_hf
@@ -66,6 +67,7 @@ class Learner:
         batch_timeout_seconds: float,
         outage_seconds: float,
         anchors: Sequence[Anchor] = (),
+        critic: Critic | None = None,
         gang: Gang = Gang(),  # noqa: B008 - it is immutable
     ) -> None:
         """Make a learner; nothing is started.
@@ -84,7 +86,11 @@ class Learner:
             gang: the processes that train together; all make the same calls, and the first one talks to buffer and
                 samplers.
             anchors: policies whose log-probabilities the objective reads in ``Rows``; each costs a forward pass.
+            critic: finds advantages by the values of the anchor ``proximal``, which it needs; None for a model without
+                a value head.
         """
+        if critic is not None and "proximal" not in anchors:
+            raise ValueError(f"anchors is {list(anchors)} with a critic; expected 'proximal' among them: add it")
         if gang.count > 1 and recipe.uninformative == "refill":
             raise ValueError(
                 f"uninformative is 'refill' in a gang of {gang.count} processes, each of which would decide for itself "
@@ -97,7 +103,7 @@ class Learner:
             )
         self._train, self._model = step, step.model
         self._params: nnx.State | None = params
-        self._ladder, self._recipe, self._anchors = ladder, recipe, tuple(anchors)
+        self._ladder, self._recipe, self._anchors, self._critic = ladder, recipe, tuple(anchors), critic
         self._reference: nnx.State | None = None
         self._buffer = buffer
         self._publisher, self._checkpoints, self._gang = publisher, checkpoints, gang
@@ -151,8 +157,7 @@ class Learner:
             self._reference = self._train.place(params)
         del params
         self._state = self._train.warm_up(self._state)
-        for shape in self._ladder.shapes:
-            jax.block_until_ready(self._anchored(self._train.put(empty_rows(shape))))
+        jax.block_until_ready(self._judged([self._train.put(empty_rows(shape)) for shape in self._ladder.shapes]))
         epoch = self._begin_epoch(saved_version) if self._gang.leads else 0
         [self._epoch] = self._gang.follow([epoch])
         self._version = taken + 1
@@ -174,6 +179,7 @@ class Learner:
                 * idle_seconds (waiting for this batch and for samplers), step_seconds, publish_seconds (last
                   finished publication), learner_idle_fraction (waiting ÷ all, since the first batch arrived)
                 * grad_norm, learning_rate and what the objective reports, such as ``objectives.diagnostics.diagnose``
+                * with a critic, value_mean and explained_variance
                 * compilations_after_warmup
 
         Raises:
@@ -238,13 +244,10 @@ class Learner:
     def _make_step(self, batch: Batch, idle: float) -> Record:
         """Train on one batch and queue the result for publication."""
         start = time.monotonic()
-        self._state, on_device = self._train(
-            self._state,
-            [self._anchored(rows) for rows in batch.micro_batches],
-            self._version,
-            skipped=batch.skipped_divisor,
-        )
+        micro_batches, judgement = self._judged(batch.micro_batches)
+        self._state, on_device = self._train(self._state, micro_batches, self._version, skipped=batch.skipped_divisor)
         metrics: dict[str, Any] = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        metrics |= judgement
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             raise DivergedError(
                 f"step {self._step + 1}: loss is {metrics['loss']}, gradient norm {metrics['grad_norm']}; both must be "
@@ -270,10 +273,20 @@ class Learner:
             "compilations_after_warmup": self._compilations.count - self._compiled,
         }
 
+    def _judged(self, micro_batches: Sequence[Rows]) -> tuple[list[Rows], dict[str, float]]:
+        """The rows with all that other policies and the critic have to say about them, and what came out."""
+        anchored = [self._anchored(rows) for rows in micro_batches]
+        return (anchored, {}) if self._critic is None else self._critic(anchored)
+
     def _anchored(self, rows: Rows) -> Rows:
-        """The rows with the log-probabilities under the policies that the objective compares with."""
+        """The rows with the log-probabilities under the policies that the objective compares with, and the values."""
         policies: dict[Anchor, Any] = {"proximal": self._state.params, "reference": self._reference}
-        return rows._replace(**{name: self._train.logprobs(policies[name], rows).logprob for name in self._anchors})
+        for name in self._anchors:
+            scores = self._train.logprobs(policies[name], rows)
+            rows = rows._replace(**{name: scores.logprob})
+            if name == "proximal" and scores.value is not None:
+                rows = rows._replace(values=scores.value)
+        return rows
 
     def _acknowledge(self, leases: Sequence[Lease], version: int) -> None:
         # May be called again after an error: what is acknowledged already stays so.

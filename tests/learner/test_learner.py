@@ -12,9 +12,21 @@ import pytest
 
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
 from learner.checkpoints import Checkpoints
+from learner.critic import Critic
 from learner.gang import Gang
 from learner.learner import Learner
-from learner.objectives import decoupled_ppo, grpo, k3, policy_objective, token_mean, trajectory_credit
+from learner.models.value_head import read_value_head, with_value_head
+from learner.objectives import (
+    ESTIMATORS,
+    decoupled_ppo,
+    deferred_credit,
+    grpo,
+    k3,
+    policy_objective,
+    ppo_clip,
+    token_mean,
+    trajectory_credit,
+)
 from learner.publisher import Publisher
 from learner.recipe import Recipe
 
@@ -110,16 +122,17 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
             )
 
         def learner(
-            self, step=None, *, batch_timeout_seconds: float = 60.0, anchors=(), gang=ALONE, **recipe
-        ) -> Learner:
+            self, step=None, *, start=params, batch_timeout_seconds: float = 60.0, anchors=(), critic=None, gang=ALONE,
+            **recipe,
+        ) -> Learner:  # fmt: skip
+            credit = partial(trajectory_credit, advantage=grpo)
             return Learner(
                 step or make_step(),
-                params,
+                start,
                 ladder=ladder,
-                recipe=Recipe(
-                    credit=partial(trajectory_credit, advantage=grpo), divisor_of=token_mean().divisor_of, **recipe
-                ),
+                recipe=Recipe(**{"credit": credit, "divisor_of": token_mean().divisor_of} | recipe),
                 anchors=anchors,
+                critic=critic,
                 gang=gang,
                 buffer=self.buffer,
                 publisher=Publisher(self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
@@ -280,6 +293,44 @@ def test_the_policies_that_the_objective_compares_with_are_scored_before_each_st
     assert abs(records[0]["kl_reference"]) < 1e-6, "the first policy is the reference"
     assert all(record["kl_reference"] > 1e-4 for record in records[1:])
     assert all(record["clip_low_fraction"] == record["clip_high_fraction"] == 0 for record in records)
+
+
+@pytest.mark.parametrize("advantage", ["gae", "vtrace"])
+def test_a_value_head_is_trained_and_kept_and_needs_no_spread_of_rewards(
+    run, tmp_path, model, params, make_step, advantage
+) -> None:
+    run.open(2)
+    step = make_step(
+        partial(policy_objective, loss=ppo_clip, aggregation=token_mean(), value_weight=0.5), value_gradient="trunk"
+    )
+    settings = {"discount": 0.9, "decay": 0.9} | ({"is_weighted": False} if advantage == "vtrace" else {})
+    critic = Critic(step.mesh, partial(ESTIMATORS[advantage], **settings), normalise=True)
+
+    def learner():
+        start = with_value_head(params, read_value_head(model, tmp_path))
+        return run.learner(step, start=start, anchors=("proximal",), critic=critic, credit=deferred_credit)
+
+    first, records = learner(), []
+    first.start()
+    with run.actors:
+        first.run(4, threading.Event(), records.append)
+    first.close()
+    assert all(set(record) == RECORD | {"value_loss", "value_mean", "explained_variance"} for record in records)
+    assert all(record["compilations_after_warmup"] == record["zero_variance_groups"] == 0 for record in records)
+    assert records[0]["value_mean"] == 0 and all(record["value_mean"] != 0 for record in records[1:])
+    again = learner()
+    again.start()
+    again.close()
+    for name in ("weight_H", "bias"):
+        kept, had = (np.asarray(one.params["value_head"][name][...]) for one in (again, first))
+        np.testing.assert_array_equal(kept, had)
+        assert had.any()
+
+
+def test_a_critic_without_values_is_refused(run, make_step) -> None:
+    critic = Critic(make_step().mesh, partial(ESTIMATORS["gae"], discount=1.0, decay=1.0), normalise=True)
+    with pytest.raises(ValueError, match="expected 'proximal' among them"):
+        run.learner(critic=critic)
 
 
 def test_a_stopped_run_saves_and_goes_on_with_the_next_version(run) -> None:
