@@ -65,10 +65,10 @@ def _check_batch(config: Config) -> None:
             f"learner.rows_per_microbatch={learner.rows_per_microbatch}: rows are spread over learner.mesh.data × fsdp "
             f"= {shards} devices; use a multiple of {shards}"
         )
-    if config.buffer.group_size == 1 and config.objective.advantage != "reinforce":
+    if config.buffer.group_size == 1 and config.objective.advantage in COMPARES_GROUP:
         raise ValueError(
             f"buffer.group_size=1: objective.advantage={config.objective.advantage} compares the trajectories of "
-            "a group, and one alone has advantage 0; use at least 2, or objective.advantage=reinforce"
+            "a group, and one alone has advantage 0; use at least 2, or objective.advantage=reinforce, gae or vtrace"
         )
 
 
@@ -86,6 +86,11 @@ def _check_model(config: Config) -> None:
             f"num_key_value_heads={shape.num_key_value_heads}, because each key/value head serves as many query heads"
         )
 
+
+COMPARES_GROUP = ("grpo", "dr_grpo", "rloo")
+"""Advantages that compare the trajectories of a group with each other, and with nothing else."""
+VALUES_STATES = ("gae", "vtrace")
+"""Advantages that need a value head."""
 
 READ_BY = {
     "clip_low": ("ppo_clip", "gspo", "cispo", "decoupled_ppo"),
@@ -126,8 +131,30 @@ def _check_objective(config: Config) -> None:
             "objective.credit=turn: objective.advantage=rloo leaves out what it judges, and the other turns of the "
             "same trajectory would stay in; use objective.credit=trajectory, or dr_grpo"
         )
+    if objective.advantage == "reinforce" and config.learner.processes > 1:
+        raise ValueError(
+            f"objective.advantage=reinforce: learner.processes={config.learner.processes} would each compare with the "
+            "mean of its own shard of the batch; use gae or vtrace, or learner.processes=1"
+        )
+    _check_value(config)
     _check_overlong(config)
     _check_zero_variance(config)
+
+
+def _check_value(config: Config) -> None:
+    objective = config.objective
+    if objective.value is not None and objective.advantage not in VALUES_STATES:
+        setting = min(objective.value.model_fields_set, default="decay")
+        raise ValueError(
+            f"objective.value.{setting}={getattr(objective.value, setting)}: objective.advantage={objective.advantage} "
+            f"has no value head; set objective.value to null, or use {' or '.join(VALUES_STATES)}"
+        )
+    if objective.advantage == "vtrace" and objective.name == "reinforce" and objective.truncation is not None:
+        raise ValueError(
+            f"objective.truncation.cap={objective.truncation.cap:g}: under objective.name=reinforce the advantages of "
+            "vtrace hold their importance weights, and would be weighted twice; set objective.truncation to null, or "
+            "use gae"
+        )
 
 
 def _check_overlong(config: Config) -> None:
@@ -155,10 +182,10 @@ def _check_overlong(config: Config) -> None:
 
 def _check_zero_variance(config: Config) -> None:
     objective, staleness = config.objective, config.buffer.max_staleness
-    if objective.zero_variance != "keep" and objective.advantage == "reinforce":
+    if objective.zero_variance != "keep" and objective.advantage not in COMPARES_GROUP:
         raise ValueError(
-            f"objective.zero_variance={objective.zero_variance}: objective.advantage=reinforce compares with the whole "
-            "batch, so that groups of equal rewards have advantages, too; use keep"
+            f"objective.zero_variance={objective.zero_variance}: objective.advantage={objective.advantage} compares "
+            "with more than the group, so that groups of equal rewards have advantages, too; use keep"
         )
     if objective.zero_variance != "refill":
         if objective.refill_leases is not None:

@@ -241,7 +241,7 @@ class LearnerConfig(Section):
     processes: Count = 1
     """Processes that train together, each with an equal share of the devices: one for every host of a TPU slice. A
     process without an accelerator simulates its share of devices on the CPU."""
-    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """What one process asks Ray for besides CPUs, such as ``{TPU: 4}`` for the chips of its host."""
     row_lengths: Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_ascending)]
     """Ladder of row lengths in tokens, ascending; trajectories are packed into rows of these lengths."""

@@ -26,13 +26,14 @@ from actors.tokenizers import write_character_tokenizer
 from buffer import Buffer
 from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
-from cluster.objective import make_anchors, make_objective, make_recipe
+from cluster.objective import make_anchors, make_critic, make_objective, make_recipe, make_value_gradient
 from learner.checkpoints import Checkpoints
 from learner.gang import Gang, join_gang
 from learner.learner import Learner, Record
 from learner.mesh import make_mesh
 from learner.models.attention import suitable_kernel
 from learner.models.config import ModelConfig, read_config
+from learner.models.value_head import VALUE_HEAD, ValueGradient, read_value_head, with_value_head, write_value_head
 from learner.models.weights import initial_params, read_params, write_model
 from learner.objectives import Objective, cross_entropy
 from learner.optimizer import make_optimizer
@@ -120,14 +121,25 @@ class LearnerActor:
             The step that training goes on from; 0 for a new run.
         """
         settings = self._config.learner
-        model, objective = read_config(model_folder), make_objective(self._config.objective)
-        step = self._step(model, settings.optimizer, settings.steps, objective, self._config.sampler.temperature)
+        model, value_gradient = read_config(model_folder), make_value_gradient(self._config.objective)
+        step = self._step(
+            model,
+            settings.optimizer,
+            settings.steps,
+            make_objective(self._config.objective),
+            self._config.sampler.temperature,
+            value_gradient,
+        )
+        params = read_params(model, model_folder, step.shardings)
+        if value_gradient is not None:
+            params = with_value_head(params, read_value_head(model, model_folder, step.shardings[VALUE_HEAD]))
         self._learner = Learner(
             step,
-            read_params(model, model_folder, step.shardings),
+            params,
             ladder=self._ladder.part(self._gang.count),
             recipe=make_recipe(self._config),
             anchors=make_anchors(self._config.objective),
+            critic=make_critic(self._config.objective, step.mesh),
             buffer=Buffer(
                 buffer_url,
                 run,
@@ -190,6 +202,7 @@ class LearnerActor:
         if self._gang.leads:
             shutil.rmtree(staged, ignore_errors=True)
         write_model(model, params, staged, eos_token_id=Chat(source).end_token)
+        write_value_head(params, staged)
         if not self._gang.leads:
             return
         for name in _TOKENIZER_FILES:
@@ -204,7 +217,13 @@ class LearnerActor:
         return Ladder.of(settings.row_lengths, settings.rows_per_microbatch, settings.mesh.shards)
 
     def _step(
-        self, model: ModelConfig, optimizer: OptimizerConfig, steps: int, objective: Objective, temperature: float
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        steps: int,
+        objective: Objective,
+        temperature: float,
+        value_gradient: ValueGradient | None = None,
     ) -> TrainStep:
         settings = self._config.learner
         return TrainStep(
@@ -217,6 +236,7 @@ class LearnerActor:
             remat=settings.remat,
             dtype=settings.precision,
             kernel=suitable_kernel(jax.default_backend(), settings.row_lengths),
+            value_gradient=value_gradient,
         )
 
     def _started(self) -> Learner:

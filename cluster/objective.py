@@ -8,19 +8,24 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from cluster.config import Config
-from cluster.objective_config import BandConfig, ObjectiveConfig
+from cluster.objective_config import BandConfig, ObjectiveConfig, ValueConfig
+from learner.critic import Critic
 from learner.learner import Anchor
+from learner.models.value_head import ValueGradient
 from learner.objectives import (
     ADVANTAGES,
     AGGREGATIONS,
     DIVERGENCES,
+    ESTIMATORS,
     POLICY_LOSSES,
     Aggregation,
     Correction,
     Credit,
     Objective,
+    deferred_credit,
     geometric_rejection,
     icepop,
     overlong_penalty,
@@ -62,6 +67,7 @@ def make_objective(config: ObjectiveConfig) -> Objective:
         divergence_weight=0.0 if reference is None else reference.weight,
         entropy_bonus=config.entropy_bonus,
         entropy_cap=math.inf if config.entropy_cap is None else config.entropy_cap,
+        value_weight=_value(config).loss_weight if has_value_head(config) else 0.0,
     )
 
 
@@ -83,11 +89,35 @@ def make_recipe(config: Config) -> Recipe:
 def make_anchors(config: ObjectiveConfig) -> tuple[Anchor, ...]:
     """Policies whose log-probabilities the objective reads."""
     anchors: list[Anchor] = []
-    if config.name == "decoupled_ppo" and config.proximal != "interpolated":
+    if has_value_head(config) or (config.name == "decoupled_ppo" and config.proximal != "interpolated"):
         anchors.append("proximal")
     if config.reference is not None:
         anchors.append("reference")
     return tuple(anchors)
+
+
+def has_value_head(config: ObjectiveConfig) -> bool:
+    """Whether advantages come from the values of states."""
+    return config.advantage in ESTIMATORS
+
+
+def make_value_gradient(config: ObjectiveConfig) -> ValueGradient | None:
+    """How far the gradient of the value loss flows; None for a model without a value head."""
+    return _value(config).gradient if has_value_head(config) else None
+
+
+def make_critic(config: ObjectiveConfig, mesh: Mesh) -> Critic | None:
+    """What finds advantages by values; None where the recipe finds them by groups."""
+    if not has_value_head(config):
+        return None
+    settings: dict[str, Any] = {"discount": config.discount, "decay": _value(config).decay}
+    if config.advantage == "vtrace":
+        settings["is_weighted"] = config.name == "reinforce"  # the others hold an importance ratio themselves
+    return Critic(mesh, partial(ESTIMATORS[config.advantage], **settings), normalise=_value(config).normalise)
+
+
+def _value(config: ObjectiveConfig) -> ValueConfig:
+    return config.value or ValueConfig()
 
 
 def _bands(config: ObjectiveConfig) -> list[tuple[Callable[..., jax.Array], BandConfig]]:
@@ -101,6 +131,8 @@ def _aggregation(config: ObjectiveConfig) -> Aggregation:
 
 
 def _credit(config: ObjectiveConfig) -> Credit:
+    if has_value_head(config):
+        return deferred_credit
     advantage = ADVANTAGES[config.advantage]
     if config.credit == "turn":
         return partial(turn_credit, advantage=advantage, discount=config.discount)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cluster.section import Count, Section
+from cluster.section import Count, Fraction, Section
 
 
 class TruncationConfig(Section):
@@ -50,20 +50,38 @@ class OverlongConfig(Section):
     """Tokens below the limit over which ``penalty`` rises from 0; it needs them."""
 
 
+class ValueConfig(Section):
+    """The value head of ``advantage: gae`` and ``vtrace``: a linear layer beside the policy, which starts at 0."""
+
+    decay: Fraction = 0.95
+    """λ: 0 trusts the value of the next state alone, 1 the rewards alone."""
+    loss_weight: Annotated[float, Field(gt=0)] = 0.5
+    """Weight of the value loss, half the squared error, beside the policy loss."""
+    gradient: Literal["trunk", "head"] = "trunk"
+    """How far the gradient of the value loss flows: into the decoder, too, because what foresees the next token says
+    little about returns; or into the head alone, which leaves the policy as it is."""
+    normalise: bool = True
+    """Whether the advantages of a batch's turns are given mean 0 and standard deviation 1."""
+
+
 class ObjectiveConfig(Section):
-    """What the learner maximises. Advantages from a value head (GAE, V-trace) are not offered: models have none yet."""
+    """What the learner maximises."""
 
     name: Literal["ppo_clip", "gspo", "cispo", "dppo", "decoupled_ppo", "reinforce"] = "ppo_clip"
     """Policy loss: ratios clipped per token (``ppo_clip``) or per sequence (``gspo``), weights clipped (``cispo``),
     tokens masked by total variation (``dppo``), a trust region around a proximal policy (``decoupled_ppo``), or none of
     these (``reinforce``)."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae", "vtrace"] = "grpo"
     """Reward minus the mean of its group, divided by the group's standard deviation (``grpo``) or not (``dr_grpo``);
-    minus the mean of the group's others (``rloo``), or of the whole batch (``reinforce``)."""
+    minus the mean of the group's others (``rloo``), or of the whole batch (``reinforce``). Or, turn by turn, what the
+    values of states say (``gae``, and off-policy ``vtrace``); a value head is then trained beside the policy."""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """Whether every turn gets the advantage of the whole trajectory, or that of the discounted return from it on."""
+    """Whether every turn gets the advantage of the whole trajectory, or that of the discounted return from it on; under
+    ``gae`` and ``vtrace`` every turn has its own in any case."""
+    value: ValueConfig | None = None
+    """The value head; null: its defaults under ``gae`` and ``vtrace``, and none otherwise."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Weight of a reward one turn later; only ``credit: turn`` reads it."""
+    """Weight of a reward one turn later; only ``credit: turn``, ``gae`` and ``vtrace`` read it."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
     """The importance ratio is clipped below at 1 − this; null: 0.2, for ``gspo`` 0.0003, for ``cispo`` 1."""
     clip_high: Annotated[float, Field(gt=0)] | None = None

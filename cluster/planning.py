@@ -51,7 +51,7 @@ def plan(config: Config, *, as_json: bool, search: bool) -> int:
 
 
 def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
-    from cluster.objective import make_anchors, make_objective
+    from cluster.objective import make_anchors, make_objective, make_value_gradient
     from learner.optimizer import make_optimizer
     from learner.planning.plan import make_plan
     from learner.planning.setup import Setup
@@ -78,6 +78,7 @@ def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
         length=length,
         microbatches=config.plan.microbatches,
         anchors=make_anchors(config.objective),
+        value_gradient=make_value_gradient(config.objective),
     )
     return make_plan(
         setup,

@@ -135,6 +135,7 @@ def make_plan(
         remat=setup.remat,
         dtype=setup.dtype,
         kernel=suitable_kernel("tpu", [setup.length]),
+        value_gradient=setup.value_gradient,
     )
     resident = measure_resident(train, has_reference="reference" in setup.anchors)
     programs = _compile_step(setup, train, mesh, resident, say)

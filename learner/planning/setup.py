@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from learner.models.config import ModelConfig
 from learner.models.decoder import Remat
+from learner.models.value_head import ValueGradient
 from learner.planning.chips import GIB, PlanError, Topology
 from learner.planning.programs import ADD, SCORE, UPDATE
 from learner.planning.work import MeshShape
@@ -28,6 +29,7 @@ class Setup(NamedTuple):
         length: tokens of a row.
         microbatches: of a step.
         anchors: other policies that score every micro-batch before the step, see ``learner.learner``.
+        value_gradient: of the model's value head, see ``learner.step``; None without one.
     """
 
     topology: Topology
@@ -39,6 +41,7 @@ class Setup(NamedTuple):
     length: int
     microbatches: int
     anchors: tuple[str, ...] = ()
+    value_gradient: ValueGradient | None = None
 
     @property
     def row_shards(self) -> int:

@@ -56,7 +56,7 @@ def test_overrides_reach_the_last_word_over_the_file():
         ("learner.optimizer=null", ("learner.optimizer=null", "expected a section")),
         ("learner=5", ("learner=5", "expected a section")),
         ("sampler.temperature=0", ("sampler.temperature=0", "expected more than 0")),
-        ("objective.advantage=gae", ('objective.advantage="gae"', "expected 'grpo', 'dr_grpo', 'rloo' or 'reinforce'")),
+        ("objective.advantage=ppo", ('objective.advantage="ppo"', "expected 'grpo', 'dr_grpo',", "'gae' or 'vtrace'")),
         ("objective.name=ppo", ('objective.name="ppo"', "'dppo', 'decoupled_ppo' or 'reinforce'")),
         ("objective.clip_low=2", ("objective.clip_low=2", "expected at most 1")),
         ("objective.icepop.low=0.5", ("objective.icepop.high: missing", "Highest ratio that is kept")),
@@ -103,11 +103,21 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (["agent.max_tokens_per_turn=216"], ("agent.max_tokens_per_turn=216", "sampler.context_length=216")),
         (["sampler.context_length=400"], ("learner.row_lengths=[144, 216]", "sampler.context_length=400")),
         (["model.architecture.max_position_embeddings=64"], ("max_position_embeddings=64", "at least", "216")),
-        (["buffer.group_size=1"], ("buffer.group_size=1", "grpo", "at least 2")),
+        (["buffer.group_size=1"], ("buffer.group_size=1", "grpo", "at least 2", "reinforce, gae or vtrace")),
+        (["objective.value.decay=0.9"], ("objective.value.decay=0.9", "grpo has no value head", "null", "vtrace")),
+        (["objective.value.gradient=head"], ("objective.value.gradient=head", "no value head", "use gae or vtrace")),
+        (
+            ["objective.advantage=vtrace", "objective.name=reinforce", "objective.truncation.cap=3"],
+            ("objective.truncation.cap=3", "vtrace", "weighted twice", "use gae"),
+        ),
         (["learner.processes=2"], ("learner.processes=2", "fsdp = 1", "a divisor of it, or a larger mesh")),
         (
             ["learner.processes=2", "learner.mesh.data=2", "objective.zero_variance=refill"],
             ("objective.zero_variance=refill", "learner.processes=2", "use objective.zero_variance=drop"),
+        ),
+        (
+            ["learner.processes=2", "learner.mesh.data=2", "objective.advantage=reinforce"],
+            ("objective.advantage=reinforce", "learner.processes=2", "mean of its own shard", "use gae or vtrace"),
         ),
         (["learner.mesh.data=3"], ("learner.rows_per_microbatch=8", "multiple of 3")),
         (["model.architecture=null"], ("model.path=null", "model.architecture is null")),
@@ -139,6 +149,10 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (
             ["objective.advantage=reinforce", "objective.zero_variance=drop"],
             ("objective.zero_variance=drop", "advantage=reinforce", "use keep"),
+        ),
+        (
+            ["objective.advantage=gae", "objective.zero_variance=refill"],
+            ("objective.zero_variance=refill", "advantage=gae", "use keep"),
         ),
         (["objective.refill_leases=1"], ("objective.refill_leases=1", "zero_variance=refill", "keep", "null")),
         (

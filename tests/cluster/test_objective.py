@@ -3,13 +3,25 @@
 import inspect
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from cluster.combinations import READ_BY
 from cluster.loading import load_config
-from cluster.objective import make_anchors, make_objective, make_recipe
+from cluster.objective import make_anchors, make_critic, make_objective, make_recipe, make_value_gradient
 from cluster.objective_config import ObjectiveConfig
-from learner.objectives import ADVANTAGES, AGGREGATIONS, DIVERGENCES, POLICY_LOSSES, gspo, ppo_clip
+from learner.objectives import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    DIVERGENCES,
+    ESTIMATORS,
+    POLICY_LOSSES,
+    deferred_credit,
+    gspo,
+    ppo_clip,
+)
 
 QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.yaml"
 
@@ -30,7 +42,7 @@ def bound(function) -> dict:
 
 @pytest.mark.parametrize(
     ("field", "registry"),
-    [("name", POLICY_LOSSES), ("advantage", ADVANTAGES), ("aggregation", AGGREGATIONS)],
+    [("name", POLICY_LOSSES), ("advantage", ADVANTAGES | ESTIMATORS), ("aggregation", AGGREGATIONS)],
 )
 def test_the_schema_offers_what_the_registries_hold(field, registry):
     assert set(ObjectiveConfig.model_fields[field].annotation.__args__) == set(registry)
@@ -83,10 +95,42 @@ def test_corrections_are_those_that_are_set():
         (["objective.name=decoupled_ppo"], ("proximal",)),
         (["objective.name=decoupled_ppo", "objective.proximal=interpolated"], ()),
         (["objective.reference.weight=0.1", "objective.name=decoupled_ppo"], ("proximal", "reference")),
+        (["objective.advantage=gae"], ("proximal",)),
     ],
 )
 def test_only_what_is_read_is_scored(overrides, anchors):
     assert make_anchors(load(*overrides).objective) == anchors
+
+
+MESH = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+
+
+@pytest.mark.parametrize("advantage", ["gae", "vtrace"])
+def test_values_bring_a_head_a_critic_and_a_loss_and_need_no_groups(advantage):
+    config = load(f"objective.advantage={advantage}", "buffer.group_size=1", "objective.discount=0.9")
+    assert make_objective(config.objective).keywords["value_weight"] == 0.5
+    assert make_value_gradient(config.objective) == "trunk"
+    critic, recipe = make_critic(config.objective, MESH), make_recipe(config)
+    assert critic.estimator.func is ESTIMATORS[advantage]
+    assert (critic.estimator.keywords["discount"], critic.estimator.keywords["decay"]) == (0.9, 0.95)
+    assert recipe.credit is deferred_credit and not recipe.compares_batch
+    settings = "objective.value={decay: 0.5, loss_weight: 2, gradient: head, normalise: false}"
+    told = load(f"objective.advantage={advantage}", settings)
+    assert make_objective(told.objective).keywords["value_weight"] == 2
+    assert make_value_gradient(told.objective) == "head"
+    assert make_critic(told.objective, MESH).estimator.keywords["decay"] == 0.5
+
+
+def test_without_values_there_is_no_head():
+    objective = load().objective
+    assert make_objective(objective).keywords["value_weight"] == 0
+    assert make_value_gradient(objective) is None and make_critic(objective, MESH) is None
+
+
+@pytest.mark.parametrize(("name", "is_weighted"), [("reinforce", True), ("ppo_clip", False), ("decoupled_ppo", False)])
+def test_importance_weighs_once(name, is_weighted):
+    critic = make_critic(load("objective.advantage=vtrace", f"objective.name={name}").objective, MESH)
+    assert critic.estimator.keywords["is_weighted"] == is_weighted
 
 
 def test_a_reference_brings_its_divergence():

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 from jobs import assert_groups_add_up, processes_naming, read_records, read_summary, start_train, wait_until
+from safetensors.numpy import load_file
 
 
 def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
@@ -43,6 +44,33 @@ def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_tr
         assert record["logprob_difference_max"] <= 1e-4
         assert abs(record["ratio_max"] - 1) <= 1e-4 or not record["trained_tokens"]
     assert any(record["trained_tokens"] for record in steps), "no group had a gradient: the test shows nothing"
+
+
+@pytest.mark.slow
+def test_values_of_states_train_a_policy_on_groups_of_one_and_go_on_with_their_head(train, tmp_path):
+    overrides = (
+        "run.name=values", "objective.advantage=gae", "objective.discount=0.9", "buffer.group_size=1",
+        "buffer.groups_per_batch=8", "task.eval_tasks=1",
+    )  # fmt: skip
+    done = train("learner.steps=3", *overrides)
+    assert done.returncode == 0, done.stderr + done.stdout
+    folder = tmp_path / "values"
+    records = read_records(folder)
+    assert records[0]["value_mean"] == 0 and all(record["value_mean"] != 0 for record in records[1:])
+    assert all(record["trained_tokens"] > 0 and record["skipped_tokens"] == 0 for record in records)
+    assert all(record["compilations_after_warmup"] == 0 for record in records)
+    assert read_summary(folder)["max_logprob_difference"] <= 1e-4, "the samplers got another policy"
+    head = folder / "model" / "value_head" / "value_head.safetensors"
+    assert all(tensor.any() for tensor in load_file(head).values())
+
+    done = train("learner.steps=5", "run.resume=true", *overrides)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [record["step"] for record in read_records(folder)] == [1, 2, 3, 4, 5]
+    assert read_records(folder)[3]["value_mean"] != 0
+
+    done = train("learner.steps=1", *overrides[1:], f"model.path={folder / 'model'}", "model.warm_start=null")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert read_records(tmp_path / "quickstart-1")[0]["value_mean"] != 0, "the head of the model was not read"
 
 
 def test_a_stopped_run_is_saved_and_goes_on_where_it_was(train, tmp_path):
