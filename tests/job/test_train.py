@@ -47,6 +47,7 @@ def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_tr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three runs
 def test_values_of_states_train_a_policy_on_groups_of_one_and_go_on_with_their_head(train, tmp_path):
     overrides = (
         "run.name=values", "objective.advantage=gae", "objective.discount=0.9", "buffer.group_size=1",

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from buffer import NOT_SAMPLED, Lease, Status, Trajectory
-from learner.objectives import dr_grpo, overlong_penalty, sequence_mean_token_mean, token_mean, trajectory_credit
+from learner.objectives import (
+    deferred_credit,
+    dr_grpo,
+    overlong_penalty,
+    sequence_mean_token_mean,
+    token_mean,
+    trajectory_credit,
+)
 from learner.recipe import Recipe, combine_facts, spread
 
 MASK = np.array([0, 1, 1, 0, 0, 1, 0, 1, 1], bool)
@@ -128,6 +135,19 @@ def test_the_length_penalty_is_taken_from_the_reward_and_not_from_the_facts() ->
     prepared = recipe(length_penalty=penalty).prepare([lease(group)])
     np.testing.assert_allclose(advantages(prepared), [0.5, 0.0, -0.5])
     assert prepared.facts["reward_mean"] == 1.0
+
+
+def test_with_a_value_head_examples_carry_rewards_and_weights_and_none_is_uninformative() -> None:
+    group = [trajectory(1.0, size=6), trajectory(1.0, size=9, status=Status.TRUNCATED)]
+    drawn = replace(lease(group), corrections=np.array([3.0]), mean_correction=2.0)
+    penalty = partial(overlong_penalty, limit=10, buffer=2)
+    prepared = recipe(credit=deferred_credit, length_penalty=penalty).prepare([drawn])
+    assert (prepared.informative_groups, prepared.facts["zero_variance_groups"]) == (1, 0)
+    whole, cut = prepared.examples
+    assert (whole.is_cut, cut.is_cut) == (False, True)
+    np.testing.assert_array_equal(whole.rewards, [0, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(cut.rewards, [0, 0, *[0.5] * 7])
+    np.testing.assert_array_equal(whole.advantages, [0, 0, *[1.5] * 4])
 
 
 def test_a_group_that_was_drawn_against_the_odds_weighs_its_correction() -> None:
