@@ -74,7 +74,7 @@ class Learner:
 
         Args:
             step: the training step; trains on the shapes of ``ladder``.
-            params: where training starts, unless there is a checkpoint; and the reference, in any case.
+            params: what is trained, as training starts, unless there is a checkpoint; and the reference, in any case.
             ladder: shapes to pack into; in a gang, those of this process's part of a micro-batch.
             recipe: what becomes of leased groups.
             buffer: an open buffer.
@@ -118,7 +118,12 @@ class Learner:
 
     @property
     def params(self) -> nnx.State:
-        """The current parameters, on the devices."""
+        """The decoder's current parameters, on the devices, adapters merged."""
+        return self._train.merged(self._state.params)
+
+    @property
+    def trained(self) -> nnx.State:
+        """What is trained, on the devices: all of the decoder's parameters, or its adapters."""
         return self._state.params
 
     @property
@@ -298,7 +303,7 @@ class Learner:
             snapshot = self._train.snapshot(self._state.params)
             weights = partial(to_hf, self._model, snapshot)
         else:  # every process has a part, so they bring it together before they go on
-            whole = gather_hf(self._model, self._state.params)
+            whole = gather_hf(self._model, self.params)
             if not self._gang.leads:
                 return
             weights = partial(dict, whole)

@@ -4,6 +4,9 @@ The forward pass and the loss run under ``shard_map``; the gradient is taken out
 meaning does not depend on which values are replicated. Gradients are those of the *summed* loss:
 they add up over micro-batches, and are divided once, by what the objective counts over the whole batch.
 
+What is trained is called parameters. Those are all of the decoder's, or its adapters; then the decoder's own, its base,
+are frozen: constants of the step, with no gradient and no moments.
+
 Axes: R = rows, T = tokens of a row, M = R·T.
 """
 
@@ -25,8 +28,9 @@ from learner.models.attention import KERNELS, Kernel
 from learner.models.config import ModelConfig
 from learner.models.decoder import Parallel, Remat
 from learner.models.logprobs import TokenScores, token_scores
+from learner.models.lora import Lora, merge
 from learner.models.value_head import VALUE_HEAD, ValueGradient, abstract_value_head, with_value_head
-from learner.models.weights import abstract_model
+from learner.models.weights import abstract_adapted, abstract_model
 from learner.objectives import Objective, Terms
 from learner.optimizer import Optimizer
 from learner.packing import Ladder, Rows, empty_rows
@@ -36,7 +40,7 @@ class TrainState(NamedTuple):
     """All that training changes.
 
     Attributes:
-        params: the decoder's parameters, and those of its value head if it has one.
+        params: the decoder's parameters, or those of its adapters; and those of its value head if it has one.
         moments: the optimizer's state.
         step: int32, updates made so far.
     """
@@ -79,6 +83,7 @@ class TrainStep:
         dtype: Any = jnp.float32,
         kernel: Kernel = "xla",
         value_gradient: ValueGradient | None = None,
+        lora: Lora | None = None,
     ) -> None:
         """Make a step; nothing is compiled.
 
@@ -94,9 +99,11 @@ class TrainStep:
                 log-probabilities and gradients between micro-batches are float32.
             kernel: of attention; ``splash`` for TPUs, whose rows are multiples of 128 long.
             value_gradient: how far the gradient of the value loss flows; None for a model without a value head.
+            lora: train adapters like this, not the decoder; before anything runs, call :meth:`freeze`.
         """
         self.model = config
-        self._graph, self._abstract_params = abstract_model(config)
+        self._graph, self._abstract_base, self._abstract_params = _abstract_parts(config, lora)
+        self._frozen: nnx.State | None = nnx.State({}) if lora is None else None
         self._value_gradient = value_gradient
         if value_gradient is not None:
             self._head_graph, head = abstract_value_head(config)
@@ -111,6 +118,7 @@ class TrainStep:
         self._add = self._jit_add()
         self._update = self._jit_update()
         self._score = jax.jit(self._scores, out_shardings=self._by_rows)
+        self._merge = None if lora is None else self._jit_merge(lora)
         self._copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._split)
 
     @property
@@ -121,21 +129,37 @@ class TrainStep:
     @property
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the state, for restoring a checkpoint."""
-        abstract = jax.eval_shape(self._initial, self._abstract_params)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract,
-            shardings(self._mesh, abstract),
-        )
+        state: TrainState = self._placed(jax.eval_shape(self._initial, self._abstract_params))
+        return state
+
+    @property
+    def abstract_base(self) -> nnx.State:
+        """Shapes and shardings of what is frozen."""
+        base: nnx.State = self._placed(self._abstract_base)
+        return base
+
+    @property
+    def base_shardings(self) -> nnx.State:
+        """Where each frozen parameter lives."""
+        split: nnx.State = shardings(self._mesh, self._abstract_base)
+        return split
+
+    def freeze(self, base: nnx.State) -> None:
+        """Put the decoder's parameters under the adapters on the devices; needed where there are any.
+
+        They are not copied where they are on the devices already, as in a gang they must be.
+        """
+        self._frozen = jax.device_put(base, self.base_shardings)
 
     @property
     def shardings(self) -> nnx.State:
-        """Where each parameter lives."""
+        """Where each parameter lives that is trained."""
         return self._split
 
     def place(self, params: nnx.State) -> nnx.State:
         """A copy of parameters, on the devices. In a gang they must be there already, see ``weights.read_params``."""
-        return self.snapshot(jax.device_put(params, self._split))
+        placed: nnx.State = self._copy(jax.device_put(params, self._split))
+        return placed
 
     def initialise(self, params: nnx.State) -> TrainState:
         """The state before the first step; ``params`` are copied."""
@@ -147,9 +171,17 @@ class TrainStep:
         """Place a micro-batch on the devices, split by rows; in a gang, the rows of this process on its own."""
         return jax.tree.map(partial(jax.make_array_from_process_local_data, self._by_rows), rows)
 
+    def merged(self, params: nnx.State) -> nnx.State:
+        """The decoder's parameters, and its value head: ``params`` themselves, or adapters merged into a copy."""
+        if self._merge is None:
+            return params
+        merged: nnx.State = self._merge(self._base, params)
+        return with_value_head(merged, params[VALUE_HEAD]) if VALUE_HEAD in params else merged
+
     def snapshot(self, params: nnx.State) -> nnx.State:
-        """A copy on the devices that later steps do not overwrite."""
-        return self._copy(params)
+        """The decoder's parameters, as a copy on the devices that later steps do not overwrite."""
+        copied: nnx.State = self._copy(params) if self._merge is None else self._merge(self._base, params)
+        return copied
 
     def warm_up(self, state: TrainState) -> TrainState:
         """Compile and run the step for every shape of the ladder; ``state`` is consumed, and comes back as it was.
@@ -190,7 +222,7 @@ class TrainStep:
 
     def logprobs(self, params: nnx.State, rows: Rows) -> TokenScores:
         """Scores[R, T] of the targets of one micro-batch."""
-        return self._score(params, rows)
+        return self._score(self._base, params, rows)
 
     def lower(self, shape: tuple[int, int]) -> Programs:
         """The step's own programs for one shape of micro-batches (rows, tokens of a row), from shapes alone.
@@ -209,9 +241,24 @@ class TrainStep:
         version = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         skipped = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
         return Programs(
-            add=self._add.lower(gradient, terms, state.params, rows, version),
+            add=self._add.lower(gradient, terms, self.abstract_base, state.params, rows, version),
             update=self._update.lower(state, gradient, terms, skipped),
-            score=self._score.lower(state.params, rows),
+            score=self._score.lower(self.abstract_base, state.params, rows),
+        )
+
+    @property
+    def _base(self) -> nnx.State:
+        """The frozen parameters; none where everything is trained."""
+        if self._frozen is None:
+            raise RuntimeError("the step trains adapters of a decoder that it was not given; call freeze first")
+        return self._frozen
+
+    def _placed(self, abstract: Any) -> Any:
+        """A tree of shapes with the sharding of each."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract,
+            shardings(self._mesh, abstract),
         )
 
     def _accumulate(self, params: nnx.State, batch: Sequence[Rows], version: int) -> tuple[nnx.State, Terms]:
@@ -219,14 +266,15 @@ class TrainStep:
         total = self._zeros()
         version_on_device = jax.device_put(np.int32(version), self._whole)
         for rows in batch:
-            total = self._add(*total, params, rows, version_on_device)
+            total = self._add(*total, self._base, params, rows, version_on_device)
         return total
 
     def _initial(self, params: nnx.State) -> TrainState:
         return TrainState(params, self._optimizer.rule.init(params), jnp.zeros((), jnp.int32))
 
-    def _local_scores(self, params: nnx.State, rows: Rows) -> TokenScores:
+    def _local_scores(self, base: nnx.State, params: nnx.State, rows: Rows) -> TokenScores:
         """Scores of this device's rows; runs under ``shard_map``."""
+        params = nnx.merge_state(base, params)
         whole = partial(gather, dtype=self._dtype)
         tensor = TENSOR if self._mesh.shape[TENSOR] > 1 else None
         outer = nnx.State({name: part for name, part in params.items() if name not in ("layers", VALUE_HEAD)})
@@ -249,16 +297,18 @@ class TrainStep:
             scores_M = scores_M._replace(value=head(hidden_MH))
         return jax.tree.map(lambda x_M: x_M.reshape(rows.targets.shape), scores_M)
 
-    def _scores(self, params: nnx.State, rows: Rows) -> TokenScores:
-        return self._sharded(self._local_scores, (partition(params), ROWS), ROWS)(params, rows)
+    def _scores(self, base: nnx.State, params: nnx.State, rows: Rows) -> TokenScores:
+        specs = (partition(base), partition(params), ROWS)
+        return self._sharded(self._local_scores, specs, ROWS)(base, params, rows)
 
-    def _loss(self, params: nnx.State, rows: Rows, version: jax.Array) -> tuple[jax.Array, Terms]:
+    def _loss(self, params: nnx.State, base: nnx.State, rows: Rows, version: jax.Array) -> tuple[jax.Array, Terms]:
         """Loss summed over the micro-batch on all devices, and its terms."""
 
-        def local(params: nnx.State, rows: Rows, version: jax.Array) -> Terms:
-            return self._objective(self._local_scores(params, rows), rows, version).over_devices((DATA, FSDP))
+        def local(params: nnx.State, base: nnx.State, rows: Rows, version: jax.Array) -> Terms:
+            return self._objective(self._local_scores(base, params, rows), rows, version).over_devices((DATA, FSDP))
 
-        terms = self._sharded(local, (partition(params), ROWS, WHOLE), WHOLE)(params, rows, version)
+        specs = (partition(params), partition(base), ROWS, WHOLE)
+        terms = self._sharded(local, specs, WHOLE)(params, base, rows, version)
         return terms.loss, terms
 
     def _sharded(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -266,18 +316,22 @@ class TrainStep:
         # taken outside.
         return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
+    def _jit_merge(self, lora: Lora) -> Any:
+        return jax.jit(partial(merge, lora=lora), out_shardings=self.base_shardings)
+
     def _jit_zeros(self) -> Any:
         rows = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, empty_rows(self._ladder.shapes[0])))
-        _, terms = jax.eval_shape(self._loss, self._abstract_params, rows, jax.ShapeDtypeStruct((), jnp.int32))
+        version = jax.ShapeDtypeStruct((), jnp.int32)
+        _, terms = jax.eval_shape(self._loss, self._abstract_params, self._abstract_base, rows, version)
         abstract = (self._abstract_params, terms)
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
         return jax.jit(zeros, out_shardings=(self._split, self._whole))
 
     def _jit_add(self) -> Any:
         def add(
-            gradient: nnx.State, terms: Terms, params: nnx.State, rows: Rows, version: jax.Array
+            gradient: nnx.State, terms: Terms, base: nnx.State, params: nnx.State, rows: Rows, version: jax.Array
         ) -> tuple[nnx.State, Terms]:
-            new_gradient, new_terms = jax.grad(self._loss, has_aux=True)(params, rows, version)
+            new_gradient, new_terms = jax.grad(self._loss, has_aux=True)(params, base, rows, version)
             return jax.tree.map(jnp.add, gradient, new_gradient), terms + new_terms
 
         return jax.jit(add, out_shardings=(self._split, self._whole), donate_argnums=(0, 1))
@@ -304,3 +358,11 @@ class TrainStep:
 
         out = (shardings(self._mesh, self.abstract_state), self._whole)
         return jax.jit(update, out_shardings=out, donate_argnums=0)
+
+
+def _abstract_parts(config: ModelConfig, lora: Lora | None) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """The decoder's graph, what is frozen and what is trained, as shapes."""
+    if lora is not None:
+        return abstract_adapted(config, lora)
+    graph, params = abstract_model(config)
+    return graph, nnx.State({}), params

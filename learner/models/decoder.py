@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from learner.models.attention import Attend, Reach
 from learner.models.config import ModelConfig
+from learner.models.lora import Adapter, Lora, make_adapter
 from learner.models.rope import Rotation, rotate, rotation
 
 type Gather = Callable[[Any], Any]
@@ -83,7 +84,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None) -> None:
         hidden, head = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.q_HND = _projection(rngs, (hidden, heads, head), fan_in=hidden)
@@ -97,6 +98,10 @@ class Attention(nnx.Module):
         if config.family.qk_norm:
             self.q_norm = RMSNorm(head, config)
             self.k_norm = RMSNorm(head, config)
+        self.q_adapter = make_adapter(lora, "q_proj", self.q_HND, rngs)
+        self.k_adapter = make_adapter(lora, "k_proj", self.k_HKD, rngs)
+        self.v_adapter = make_adapter(lora, "v_proj", self.v_HKD, rngs)
+        self.o_adapter = make_adapter(lora, "o_proj", self.o_NDH, rngs)
         self.config = config
 
     def __call__(
@@ -106,7 +111,9 @@ class Attention(nnx.Module):
 
         ``reach`` is None where layers differ; then ``slides`` says at run time which kind this one is.
         """
-        q_RTND, k_RTKD, v_RTKD = _project(x_RTH, self.q_HND), _project(x_RTH, self.k_HKD), _project(x_RTH, self.v_HKD)
+        q_RTND = _project(x_RTH, self.q_HND, self.q_adapter)
+        k_RTKD = _project(x_RTH, self.k_HKD, self.k_adapter)
+        v_RTKD = _project(x_RTH, self.v_HKD, self.v_adapter)
         if self.config.family.qkv_bias:
             q_RTND += self.q_bias_ND[...].astype(q_RTND.dtype)
             k_RTKD += self.k_bias_KD[...].astype(k_RTKD.dtype)
@@ -124,34 +131,38 @@ class Attention(nnx.Module):
                 partial(attend, reach=Reach(None, softcap)),
                 *(q_RTND, k_RTKD, v_RTKD, cache),
             )
-        return _project(mixed_RTND, self.o_NDH), cache
+        return _project(mixed_RTND, self.o_NDH, self.o_adapter), cache
 
 
 class Mlp(nnx.Module):
     """Gated feed-forward (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_HF = _projection(rngs, (hidden, inner), fan_in=hidden)
         self.up_HF = _projection(rngs, (hidden, inner), fan_in=hidden)
         self.down_FH = _projection(rngs, (inner, hidden), fan_in=inner)
+        self.gate_adapter = make_adapter(lora, "gate_proj", self.gate_HF, rngs)
+        self.up_adapter = make_adapter(lora, "up_proj", self.up_HF, rngs)
+        self.down_adapter = make_adapter(lora, "down_proj", self.down_FH, rngs)
         self.activation = config.hidden_act
 
     def __call__(self, x_RTH: jax.Array) -> jax.Array:
         """This device's part of the feed-forward's output, [R, T, H]."""
-        gate_RTF = _project(x_RTH, self.gate_HF)
+        gate_RTF = _project(x_RTH, self.gate_HF, self.gate_adapter)
         gated_RTF = jax.nn.silu(gate_RTF) if self.activation == "silu" else jax.nn.gelu(gate_RTF, approximate=True)
-        return _project(gated_RTF * _project(x_RTH, self.up_HF), self.down_FH)
+        up_RTF = _project(x_RTH, self.up_HF, self.up_adapter)
+        return _project(gated_RTF * up_RTF, self.down_FH, self.down_adapter)
 
 
 class Layer(nnx.Module):
     """One transformer layer, normed before and, in some families, after each of its halves."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs, lora)
         self.mlp_norm = RMSNorm(config.hidden_size, config)
-        self.mlp = Mlp(config, rngs)
+        self.mlp = Mlp(config, rngs, lora)
         if config.family.sandwich_norm:
             self.after_attention_norm = RMSNorm(config.hidden_size, config)
             self.after_mlp_norm = RMSNorm(config.hidden_size, config)
@@ -176,15 +187,15 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, L stacked layers, final norm and (unless tied) an output head."""
+    """Embedding, L stacked layers, final norm and (unless tied) an output head; with ``lora``, adapters besides."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None = None) -> None:
         scale = config.hidden_size**-0.5
         self.config = config
         self.embedding_VH = nnx.Param(
             scale * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32)
         )
-        self.layers = _stack_layers(config, rngs)
+        self.layers = _stack_layers(config, rngs, lora)
         self.norm = RMSNorm(config.hidden_size, config)
         if not config.tie_word_embeddings:
             self.head_VH = _projection(rngs, (config.vocab_size, config.hidden_size), fan_in=config.hidden_size)
@@ -262,14 +273,21 @@ def _common_reach(config: ModelConfig) -> Reach | None:
     return Reach(config.sliding_window, config.attn_logit_softcapping) if all(config.slides) else None
 
 
-def _project(x: jax.Array, weight: nnx.Param) -> jax.Array:
-    """Multiply the axes of ``x`` after R and T into the leading axes of ``weight``.
+def _project(x: jax.Array, weight: nnx.Param, adapter: Adapter | None) -> jax.Array:
+    """Multiply the axes of ``x`` after R and T into the leading axes of ``weight``, as its adapter changes it."""
+    product = _multiply(x, weight[...])
+    if adapter is None:
+        return product
+    # The scale goes where the numbers are fewest.
+    inner_RTA = adapter.scale * _multiply(x, adapter.into.astype(x.dtype))
+    return product + _multiply(inner_RTA, adapter.out.astype(x.dtype))
 
-    Done as one flat matrix product: XLA's CPU backend is a third slower on the same product with more axes.
-    """
-    inputs, shape = x.ndim - 2, weight[...].shape
+
+def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Done as one flat matrix product: XLA's CPU backend is a third slower on the same product with more axes."""
+    inputs, shape = x.ndim - 2, weight.shape
     size = math.prod(shape[:inputs])
-    flat = x.reshape(-1, size) @ weight[...].reshape(size, -1)
+    flat = x.reshape(-1, size) @ weight.reshape(size, -1)
     return flat.reshape(*x.shape[:2], *shape[inputs:])
 
 
@@ -277,10 +295,10 @@ def _projection(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.Para
     return nnx.Param(fan_in**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def _stack_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer:
+def _stack_layers(config: ModelConfig, rngs: nnx.Rngs, lora: Lora | None) -> Layer:
     @nnx.split_rngs(splits=config.num_hidden_layers)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> Layer:
-        return Layer(config, rngs)
+        return Layer(config, rngs, lora)
 
     return make(rngs)

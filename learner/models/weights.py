@@ -30,6 +30,7 @@ from safetensors.numpy import save_file
 
 from learner.models.config import ModelConfig, ModelError, read_config, write_config
 from learner.models.decoder import Decoder
+from learner.models.lora import Lora
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -157,10 +158,29 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return graph, params
 
 
+@lru_cache(maxsize=8)
+def abstract_adapted(config: ModelConfig, lora: Lora) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """The graph of a decoder with adapters, its own parameters, and those of the adapters; as shapes."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), lora)))
+    adapters, base = nnx.split_state(params, nnx.LoRAParam, nnx.Param)
+    return graph, base, adapters
+
+
 def initial_params(config: ModelConfig, seed: int) -> nnx.State:
     """Freshly drawn parameters of a decoder."""
     # Compiled as a whole: drawn one by one, a small model takes seconds.
     return jax.jit(lambda: nnx.split(Decoder(config, nnx.Rngs(seed)))[1])()
+
+
+def initial_adapters(config: ModelConfig, lora: Lora, seed: int) -> nnx.State:
+    """Fresh adapters of a decoder, which change nothing yet; the frozen base is not needed for them."""
+
+    def draw() -> nnx.State:
+        params = nnx.split(Decoder(config, nnx.Rngs(seed), lora))[1]
+        adapters, _ = nnx.split_state(params, nnx.LoRAParam, nnx.Param)
+        return adapters
+
+    return jax.jit(draw)()
 
 
 def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
