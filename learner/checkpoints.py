@@ -1,8 +1,9 @@
 """Checkpoints: what a learner needs to go on, written beside the step.
 
 A checkpoint appears under its final name only when it is whole, so whatever kills the process, the newest one listed
-can be restored. It holds parameters, moments and step; the policy version, by which the buffer knows the trained
-frontier; and the model and settings, with the seed, that it was written with. The newest stay, and the best by score.
+can be restored. It holds what is trained, its moments and the step; the policy version, by which the buffer knows the
+trained frontier; and the model and settings, with the seed, that it was written with. The newest stay, and the best by
+score.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Checkpoints:
         *,
         keep: int,
         keep_best: int = 0,
+        adapters: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the folder, creating it if need be.
@@ -57,11 +59,13 @@ class Checkpoints:
             model: that is trained.
             keep: newest checkpoints that stay.
             keep_best: checkpoints with the highest score that stay besides.
+            adapters: where they are trained instead of the model: their settings and what tells the base that they
+                are for, as plain data. Checkpoints with others are refused.
             settings: of the training, as plain data; what has changed since a checkpoint is told when it is restored.
         """
         self._folder = folder.absolute()
         # As JSON gives it back, so that they compare.
-        self._model = json.loads(json.dumps(dataclasses.asdict(model)))
+        self._model = json.loads(json.dumps({**dataclasses.asdict(model), "adapters": adapters and dict(adapters)}))
         self._settings = json.loads(json.dumps(dict(settings or {})))
         best = managers.BestN(get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(

@@ -12,9 +12,10 @@ Axes: L = layers; the others as in ``learner.models.decoder``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from learner.models.lora import Lora
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS_FILES = "model*.safetensors"
 MOST_FILE_BYTES = 5_000_000_000
 """A larger model is written as several files, as Hugging Face does."""
 
@@ -43,7 +45,7 @@ _BIAS = 0
 """``inputs`` of a tensor that has the parameter's axes in one."""
 
 
-class _Tensor(NamedTuple):
+class Tensor(NamedTuple):
     """One parameter and the checkpoint's tensors it is stacked from."""
 
     path: tuple[str, ...]
@@ -65,7 +67,7 @@ type _Table = dict[tuple[str, ...], tuple[str, int | None]]
 
 _HEAD_PATH, _HEAD_NAME = ("head_VH",), "lm_head.weight"
 _EMBEDDING_NAME = "model.embed_tokens.weight"
-_LAYER: _Table = {
+LAYER: _Table = {
     ("attention_norm", "weight"): ("input_layernorm.weight", _SAME),
     ("attention", "q_HND"): ("self_attn.q_proj.weight", 1),
     ("attention", "k_HKD"): ("self_attn.k_proj.weight", 1),
@@ -127,7 +129,7 @@ class _Files:
         self._file_of: dict[str, Any] = {}
 
     def __enter__(self) -> _Files:
-        paths = sorted(self._folder.glob("model*.safetensors"))
+        paths = sorted(self._folder.glob(_WEIGHTS_FILES))
         if not paths:
             raise ModelError(f"{self._folder} holds no {WEIGHTS_FILE}; expected a Hugging Face checkpoint folder")
         for path in paths:
@@ -203,7 +205,7 @@ def gather_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     Only the first process gets the tensors; for the others it is an empty dict.
     """
     tensors = {}
-    for name, tensor in _stored_tensors(config, params):
+    for name, tensor in stored_tensors(_tensors(config), params):
         if jax.process_index() == 0:
             tensors[name] = tensor
     return tensors
@@ -221,6 +223,20 @@ def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray], shardings: A
         ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
     """
     return _load(config, _Arrays(weights), shardings)
+
+
+def load_tensors(table: Sequence[Tensor], abstract: nnx.State, tensors: Mapping[str, np.ndarray]) -> nnx.State:
+    """Parameters of another table than the decoder's own, in float32 on one device.
+
+    Args:
+        table: which tensor is which parameter.
+        abstract: the parameters as shapes.
+        tensors: by name.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
+    """
+    return _load_table(table, set(tensors), abstract, _Arrays(tensors), None)
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, nnx.State]:
@@ -251,6 +267,22 @@ def read_params(config: ModelConfig, folder: Path, shardings: Any) -> nnx.State:
         raise ModelError(f"{folder}: {error}" if str(folder) not in str(error) else str(error)) from error
 
 
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of the weights of a checkpoint folder, by which the same base is known again.
+
+    Raises:
+        ModelError: the folder holds no weights.
+    """
+    paths = sorted(folder.glob(_WEIGHTS_FILES))
+    if not paths:
+        raise ModelError(f"{folder} holds no {WEIGHTS_FILE}; expected a Hugging Face checkpoint folder")
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def write_model(
     config: ModelConfig,
     params: nnx.State,
@@ -279,7 +311,7 @@ def write_model(
     files = _file_plan(config, most_file_bytes)
     file_of = {name: file for file, names in files.items() for name in names}
     held: dict[str, dict[str, np.ndarray]] = {file: {} for file in files}
-    for name, part in _stored_tensors(config, params):
+    for name, part in stored_tensors(_tensors(config), params):
         if is_writer:
             file = file_of[name]
             held[file][name] = part
@@ -298,8 +330,14 @@ def _load(config: ModelConfig, source: _Source, shardings: Any) -> nnx.State:
         _check_tied_head(source)
         names -= {_HEAD_NAME}
     table = list(_tensors(config))
+    return _load_table(table, names, abstract_model(config)[1], source, shardings)
+
+
+def _load_table(
+    table: Sequence[Tensor], names: set[str], abstract: nnx.State, source: _Source, shardings: Any
+) -> nnx.State:
+    """Read what a table names, each device its own part; ``names`` are those that the source has."""
     _check_names({name for tensor in table for name in tensor.names}, names)
-    _, abstract = abstract_model(config)
     shapes = {path: leaf.shape for path, leaf in _flat(abstract).items()}
     placed = _flat(shardings) if shardings is not None else {}
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -313,7 +351,7 @@ def _load(config: ModelConfig, source: _Source, shardings: Any) -> nnx.State:
     return jax.tree.map_with_path(lambda path, _: values[parameter_path(path)], abstract)
 
 
-def _part(tensor: _Tensor, shape: tuple[int, ...], source: _Source, index: tuple[slice, ...]) -> np.ndarray:
+def _part(tensor: Tensor, shape: tuple[int, ...], source: _Source, index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that ``index`` names, float32, in memory of its own."""
     spans = [range(*span.indices(size)) for span, size in zip(index, shape, strict=True)]
     part = np.empty([len(span) for span in spans], np.float32)
@@ -325,7 +363,7 @@ def _part(tensor: _Tensor, shape: tuple[int, ...], source: _Source, index: tuple
     return part
 
 
-def _read(tensor: _Tensor, shape: tuple[int, ...], spans: Sequence[range], source: _Source, name: str) -> np.ndarray:
+def _read(tensor: Tensor, shape: tuple[int, ...], spans: Sequence[range], source: _Source, name: str) -> np.ndarray:
     """Part of one layer's parameter, as it is here."""
     if tensor.inputs is _SAME:
         value = source.read(name, tuple(slice(span.start, span.stop) for span in spans))
@@ -345,7 +383,7 @@ def _flat_span(spans: Sequence[range], shape: Sequence[int]) -> slice:
     return slice(spans[0].start * inner, spans[0].stop * inner)
 
 
-def _stored(tensor: _Tensor, part: np.ndarray) -> np.ndarray:
+def _stored(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     """One layer's parameter as a checkpoint has it, in memory of its own."""
     if tensor.inputs:
         part = part.reshape(math.prod(part.shape[: tensor.inputs]), -1).T
@@ -354,10 +392,10 @@ def _stored(tensor: _Tensor, part: np.ndarray) -> np.ndarray:
     return np.array(part, order="C")
 
 
-def _stored_tensors(config: ModelConfig, params: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of a checkpoint, brought to the host one at a time."""
+def stored_tensors(table: Iterable[Tensor], params: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a checkpoint, brought to the host one at a time; in a gang, by all processes together."""
     leaves = _flat(params)
-    for tensor in _tensors(config):
+    for tensor in table:
         leaf = leaves[tensor.path]
         for layer, name in enumerate(tensor.names):
             part = _pick(leaf, layer) if tensor.is_stacked else leaf
@@ -393,22 +431,22 @@ def _file_plan(config: ModelConfig, most_bytes: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
-    yield _Tensor(("embedding_VH",), (_EMBEDDING_NAME,), _SAME, is_stacked=False)
-    yield _Tensor(("norm", "weight"), ("model.norm.weight",), _SAME, is_stacked=False)
+def _tensors(config: ModelConfig) -> Iterator[Tensor]:
+    yield Tensor(("embedding_VH",), (_EMBEDDING_NAME,), _SAME, is_stacked=False)
+    yield Tensor(("norm", "weight"), ("model.norm.weight",), _SAME, is_stacked=False)
     if not config.tie_word_embeddings:
-        yield _Tensor(_HEAD_PATH, (_HEAD_NAME,), _SAME, is_stacked=False)
+        yield Tensor(_HEAD_PATH, (_HEAD_NAME,), _SAME, is_stacked=False)
     family = config.family
-    layer: _Table = {**_LAYER}
+    layer: _Table = {**LAYER}
     layer |= _SANDWICH_NORM if family.sandwich_norm else _PRE_NORM
     layer |= _QKV_BIAS if family.qkv_bias else {}
     layer |= _QK_NORM if family.qk_norm else {}
     for path, (suffix, inputs) in layer.items():
         names = tuple(f"model.layers.{i}.{suffix}" for i in range(config.num_hidden_layers))
-        yield _Tensor(("layers", *path), names, inputs, is_stacked=True)
+        yield Tensor(("layers", *path), names, inputs, is_stacked=True)
 
 
-def _check_shapes(tensor: _Tensor, shape: tuple[int, ...], source: _Source) -> None:
+def _check_shapes(tensor: Tensor, shape: tuple[int, ...], source: _Source) -> None:
     expected = tensor.stored_shape(shape[1:] if tensor.is_stacked else shape)
     for name in tensor.names:
         if source.shape(name) != expected:
@@ -437,7 +475,7 @@ def _check_names(expected: set[str], given: set[str]) -> None:
         if names
     ]
     if problems:
-        raise ModelError(f"checkpoint {'; '.join(problems)}; expected the {len(expected)} tensors of its config.json")
+        raise ModelError(f"checkpoint {'; '.join(problems)}; expected the {len(expected)} tensors of its configuration")
 
 
 def _flat(params: nnx.State) -> dict[tuple[str, ...], Any]:
