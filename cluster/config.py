@@ -313,6 +313,23 @@ class WarmStartConfig(Section):
     """The optimizer of the warm start."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the model itself: W + alpha/rank · A·B for every target W."""
+
+    rank: Count
+    """Inner size of the adapters."""
+    alpha: Annotated[float, Field(gt=0)]
+    """Adapters act by alpha ÷ rank."""
+    targets: Annotated[
+        tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...],
+        Field(min_length=1),
+    ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Weights of every layer that have an adapter."""
+    path: AbsolutePath | None = None
+    """PEFT folder of adapters of this rank, alpha and targets to start from; null draws new ones, which change nothing
+    yet."""
+
+
 class ModelSection(Section):
     """The policy: an existing checkpoint folder, or a new model of the given architecture."""
 
@@ -321,7 +338,9 @@ class ModelSection(Section):
     architecture: ArchitectureConfig | None = None
     """Shape of the new model that is made when ``path`` is null."""
     warm_start: WarmStartConfig | None = None
-    """Supervised training before reinforcement learning; null for none."""
+    """Supervised training before reinforcement learning, always of the whole model; null for none."""
+    lora: LoraConfig | None = None
+    """Adapters that reinforcement learning trains, while the model stays as it is; null trains the whole model."""
 
 
 class PlanConfig(Section):

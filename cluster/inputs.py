@@ -21,10 +21,11 @@ def check_inputs(config: Config) -> None:
     """Find out before anything starts whether what ``headrace train`` and ``headrace sft`` read can be used.
 
     Raises:
-        EnvironmentSetupError, ModelError, ChatError, ConfigError: as the three checks below.
+        EnvironmentSetupError, ModelError, ChatError, ConfigError: as the checks below.
     """
     check_environment(config)
     check_model_folder(config)
+    check_adapter_folder(config)
     # A run that goes on has as a rule made its warm start, and no longer needs what that imitated.
     if config.model.warm_start is not None and not config.run.resume:
         check_warm_start(config, config.model.warm_start)
@@ -61,6 +62,20 @@ def check_model_folder(config: Config) -> None:
         raise ConfigError(
             f"sampler.context_length={config.sampler.context_length}: the model at {path} was made for "
             f"{model.max_position_embeddings} tokens; use at most that"
+        )
+
+
+def check_adapter_folder(config: Config) -> None:
+    """Find adapters at ``model.lora.path``, if that is given.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    lora = config.model.lora
+    if lora is not None and lora.path is not None and not (lora.path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.lora.path={lora.path}: holds no adapter_config.json; expected a PEFT folder, such as the adapter/ "
+            "of a run"
         )
 
 

@@ -10,7 +10,7 @@ import queue
 import shutil
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from actors.chat import Chat
 from actors.tokenizers import write_character_tokenizer
 from buffer import Buffer
+from cluster.adapters import checkpoint_identity, first_adapters, make_lora
 from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
 from cluster.objective import make_anchors, make_critic, make_objective, make_recipe, make_value_gradient
@@ -33,6 +34,8 @@ from learner.learner import Learner, Record
 from learner.mesh import make_mesh
 from learner.models.attention import suitable_kernel
 from learner.models.config import ModelConfig, read_config
+from learner.models.lora import Lora
+from learner.models.peft import write_adapter
 from learner.models.value_head import VALUE_HEAD, ValueGradient, read_value_head, with_value_head, write_value_head
 from learner.models.weights import initial_params, read_params, write_model
 from learner.objectives import Objective, cross_entropy
@@ -120,8 +123,9 @@ class LearnerActor:
         Returns:
             The step that training goes on from; 0 for a new run.
         """
-        settings = self._config.learner
+        settings, adapters = self._config.learner, self._config.model.lora
         model, value_gradient = read_config(model_folder), make_value_gradient(self._config.objective)
+        lora = make_lora(adapters)
         step = self._step(
             model,
             settings.optimizer,
@@ -129,8 +133,13 @@ class LearnerActor:
             make_objective(self._config.objective),
             self._config.sampler.temperature,
             value_gradient,
+            lora,
         )
-        params = read_params(model, model_folder, step.shardings)
+        if adapters is None:
+            params = read_params(model, model_folder, step.shardings)
+        else:
+            step.freeze(read_params(model, model_folder, step.base_shardings))
+            params = first_adapters(adapters, model, self._config.run.seed, step.shardings)
         if value_gradient is not None:
             params = with_value_head(params, read_value_head(model, model_folder, step.shardings[VALUE_HEAD]))
         self._learner = Learner(
@@ -158,6 +167,7 @@ class LearnerActor:
                 model,
                 keep=settings.checkpoints_kept,
                 keep_best=settings.best_checkpoints_kept,
+                adapters=None if adapters is None else checkpoint_identity(adapters, model_folder),
                 settings={
                     "seed": self._config.run.seed,
                     "temperature": self._config.sampler.temperature,
@@ -170,7 +180,7 @@ class LearnerActor:
             outage_seconds=self._config.buffer.outage_seconds,
             gang=self._gang,
         )
-        self._model, self._model_folder = model, model_folder
+        self._model, self._model_folder, self._lora = model, model_folder, lora
         self._learner.start()
         return self._learner.step
 
@@ -185,6 +195,13 @@ class LearnerActor:
         """Write the current policy as a Hugging Face folder, which appears as a whole or not at all."""
         self._export(self._model, self._started().params, self._model_folder, folder)
 
+    def write_adapter(self, folder: Path) -> None:
+        """Write the current adapters as a PEFT folder, likewise; needs ``model.lora``."""
+        if self._lora is None:
+            raise ValueError("model.lora is null; no adapters are trained")
+        adapters, base = self._started().trained, str(self._model_folder)
+        self._replace(folder, partial(write_adapter, self._model, self._lora, adapters, base=base))
+
     def poll(self) -> list[Record]:
         """The records of the steps made since the last call."""
         records: list[Record] = []
@@ -198,18 +215,26 @@ class LearnerActor:
 
     def _export(self, model: ModelConfig, params: nnx.State, source: Path, target: Path) -> None:
         """Write weights to ``target``, with the tokenizer of ``source``; the first process of the gang does."""
+
+        def write(folder: Path) -> None:
+            write_model(model, params, folder, eos_token_id=Chat(source).end_token)
+            write_value_head(params, folder)
+            if self._gang.leads:
+                for name in _TOKENIZER_FILES:
+                    if (source / name).is_file():
+                        shutil.copyfile(source / name, folder / name)
+
+        self._replace(target, write)
+
+    def _replace(self, target: Path, write: Callable[[Path], None]) -> None:
+        """Have a folder written, by all processes together; it appears as a whole, in place of what was there."""
         staged = target.with_name(target.name + ".new")
         if self._gang.leads:
             shutil.rmtree(staged, ignore_errors=True)
-        write_model(model, params, staged, eos_token_id=Chat(source).end_token)
-        write_value_head(params, staged)
-        if not self._gang.leads:
-            return
-        for name in _TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, staged / name)
-        shutil.rmtree(target, ignore_errors=True)
-        staged.rename(target)
+        write(staged)
+        if self._gang.leads:
+            shutil.rmtree(target, ignore_errors=True)
+            staged.rename(target)
 
     @property
     def _ladder(self) -> Ladder:
@@ -224,6 +249,7 @@ class LearnerActor:
         objective: Objective,
         temperature: float,
         value_gradient: ValueGradient | None = None,
+        lora: Lora | None = None,
     ) -> TrainStep:
         settings = self._config.learner
         return TrainStep(
@@ -237,6 +263,7 @@ class LearnerActor:
             dtype=settings.precision,
             kernel=suitable_kernel(jax.default_backend(), settings.row_lengths),
             value_gradient=value_gradient,
+            lora=lora,
         )
 
     def _started(self) -> Learner:

@@ -112,6 +112,10 @@ class LearnerGang:
         """See :meth:`LearnerActor.write_model`."""
         return [actor.write_model.remote(folder) for actor in self._actors]
 
+    def write_adapter(self, folder: Path) -> list[Any]:
+        """See :meth:`LearnerActor.write_adapter`."""
+        return [actor.write_adapter.remote(folder) for actor in self._actors]
+
     def stop(self) -> None:
         """Have them end what they do after the step in hand."""
         for actor in self._actors:

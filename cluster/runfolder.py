@@ -107,8 +107,13 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """Hugging Face folder of the trained model."""
+        """Hugging Face folder of the trained model, adapters merged."""
         return self.root / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """PEFT folder of the trained adapters, if the run trains any."""
+        return self.root / "adapter"
 
     def append_metrics(self, kind: Kind, record: Mapping[str, Any]) -> None:
         """Append one record to ``metrics.jsonl``; it is readable by others at once.
@@ -233,6 +238,7 @@ def _newest(parent: Path, experiment: str) -> str:
 _FIXED = (
     ("model", "path"),
     ("model", "architecture"),
+    ("model", "lora"),
     ("environment",),
     ("agent",),
     ("sampler", "temperature"),
@@ -248,7 +254,7 @@ def _refuse_another_run(root: Path, config: Config) -> None:
         was: Any = stored
         now: Any = asked
         for part in path:
-            was, now = was[part], now[part]
+            was, now = was.get(part), now.get(part)  # an older run lacks what came since: it had none
         for name, old, new in _differences(".".join(path), was, now):
             if name not in _FREE and _in_upload(old) != _in_upload(new):
                 raise RunError(f"{name}={new}: the run in {root} was started with {old}; use that, or start a new run")

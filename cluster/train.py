@@ -149,17 +149,21 @@ class TrainingRun:
         return self._steps >= self._config.learner.steps
 
     def conclude(self) -> None:
-        """Write the trained policy as a Hugging Face folder and evaluate it.
+        """Write the trained policy as a Hugging Face folder, and adapters by themselves besides; evaluate it.
 
         Raises:
             Stopped: asked to stop.
         """
-        writing = self._learner.write_model(self._folder.model)
-        wait_for(writing, self._work.watch, seconds=START_SECONDS, whom="the learner")
+        self._wait_for_writing(self._learner.write_model(self._folder.model))
+        if self._config.model.lora is not None:
+            self._wait_for_writing(self._learner.write_adapter(self._folder.adapter))
         while self._evaluation is not None and not self._take_evaluation(LOOK_SECONDS):
             self._work.watch()
         self._evaluate("evaluating the trained policy")
         self._services().collect()
+
+    def _wait_for_writing(self, writing: list[Any]) -> None:
+        wait_for(writing, self._work.watch, seconds=START_SECONDS, whom="the learner")
 
     def report(self, finished: bool, *, seconds: float) -> None:
         """Write summary and learning curve, and say what came out."""

@@ -78,12 +78,13 @@ def write_adapter(config: ModelConfig, lora: Lora, adapters: nnx.State, folder: 
     (folder / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
 
 
-def read_adapter(config: ModelConfig, folder: Path) -> tuple[Lora, nnx.State]:
-    """Read the adapters of a decoder, as float32 on one device, and their settings.
+def read_adapter(config: ModelConfig, folder: Path, shardings: Any = None) -> tuple[Lora, nnx.State]:
+    """Read the adapters of a decoder, as float32, and their settings.
 
     Args:
         config: the decoder's shape.
         folder: written by PEFT or :func:`write_adapter`.
+        shardings: as for ``weights.read_params``.
 
     Raises:
         ModelError: the folder holds no adapters, those of another model, or of a kind that is not supported.
@@ -94,7 +95,8 @@ def read_adapter(config: ModelConfig, folder: Path) -> tuple[Lora, nnx.State]:
     try:
         lora = _read_settings(json.loads((folder / CONFIG_FILE).read_text()))
         abstract = abstract_adapted(config, lora)[2]
-        return lora, load_tensors(list(_tensors(config, lora)), abstract, load_file(folder / WEIGHTS_FILE))
+        table, tensors = list(_tensors(config, lora)), load_file(folder / WEIGHTS_FILE)
+        return lora, load_tensors(table, abstract, tensors, shardings)
     except (ValueError, SafetensorError) as error:  # a ModelError is a ValueError
         raise ModelError(f"{folder}: {error}") from error
 

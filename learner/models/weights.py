@@ -174,15 +174,25 @@ def initial_params(config: ModelConfig, seed: int) -> nnx.State:
     return jax.jit(lambda: nnx.split(Decoder(config, nnx.Rngs(seed)))[1])()
 
 
-def initial_adapters(config: ModelConfig, lora: Lora, seed: int) -> nnx.State:
-    """Fresh adapters of a decoder, which change nothing yet; the frozen base is not needed for them."""
+def initial_adapters(config: ModelConfig, lora: Lora, seed: int, shardings: Any = None) -> nnx.State:
+    """Fresh adapters of a decoder, which change nothing yet; the frozen base is not needed for them.
+
+    Args:
+        config: the decoder's shape.
+        lora: their settings.
+        seed: they are drawn with it.
+        shardings: as for :func:`read_params`; the numbers do not depend on them.
+    """
 
     def draw() -> nnx.State:
         params = nnx.split(Decoder(config, nnx.Rngs(seed), lora))[1]
         adapters, _ = nnx.split_state(params, nnx.LoRAParam, nnx.Param)
         return adapters
 
-    return jax.jit(draw)()
+    placed = _flat(shardings) if shardings is not None else {}
+    abstract = abstract_adapted(config, lora)[2]
+    where = jax.tree.map_with_path(lambda path, _: placed.get(parameter_path(path)), abstract)
+    return jax.jit(draw, out_shardings=where if placed else None)()
 
 
 def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
@@ -225,18 +235,21 @@ def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray], shardings: A
     return _load(config, _Arrays(weights), shardings)
 
 
-def load_tensors(table: Sequence[Tensor], abstract: nnx.State, tensors: Mapping[str, np.ndarray]) -> nnx.State:
-    """Parameters of another table than the decoder's own, in float32 on one device.
+def load_tensors(
+    table: Sequence[Tensor], abstract: nnx.State, tensors: Mapping[str, np.ndarray], shardings: Any = None
+) -> nnx.State:
+    """Parameters of another table than the decoder's own, in float32.
 
     Args:
         table: which tensor is which parameter.
         abstract: the parameters as shapes.
         tensors: by name.
+        shardings: as for :func:`read_params`.
 
     Raises:
         ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
     """
-    return _load_table(table, set(tensors), abstract, _Arrays(tensors), None)
+    return _load_table(table, set(tensors), abstract, _Arrays(tensors), shardings)
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, nnx.State]:

@@ -63,6 +63,17 @@ def test_overrides_reach_the_last_word_over_the_file():
         ("objective.icepop={low: 1.5, high: 5}", ("objective.icepop.low=1.5", "expected less than 1")),
         ("objective.reference.weight=0", ("objective.reference.weight=0", "expected more than 0")),
         ("objective.truncation.cap=0.5", ("objective.truncation.cap=0.5", "expected at least 1")),
+        ("model.lora.rank=8", ("model.lora.alpha: missing", "Adapters act by alpha ÷ rank")),
+        ("model.lora={rank: 0, alpha: 16}", ("model.lora.rank=0", "expected at least 1", "Inner size")),
+        ("model.lora={rank: 8, alpha: 0}", ("model.lora.alpha=0", "expected more than 0")),
+        ("model.lora={rank: 8, alpha: 16, targets: []}", ("model.lora.targets=[]", "at least 1 item")),
+        (
+            "model.lora={rank: 8, alpha: 16, targets: [q_proj, lm_head]}",
+            (
+                'model.lora.targets.1="lm_head"',
+                "expected 'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj'",
+            ),
+        ),
         ("learner.row_lengths=[]", ("learner.row_lengths=[]", "at least 1 item")),
         ("learner.row_lengths=[256,128]", ("learner.row_lengths=[256, 128]", "ascending order")),
         ("run.name=a/b", ('run.name="a/b"', "expected 1 to 100 of the characters")),

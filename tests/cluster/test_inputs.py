@@ -134,6 +134,16 @@ def test_a_model_folder_that_does_not_fit_is_found(tmp_path):
         check_model_folder(config(f"model.path={tmp_path}"))
 
 
+def test_a_folder_without_adapters_is_found(tmp_path):
+    adapters = f"model.lora={{rank: 4, alpha: 8, path: {tmp_path}}}"
+    with pytest.raises(
+        ConfigError, match=r"model\.lora\.path=.*: holds no adapter_config\.json; expected a PEFT folder"
+    ):
+        check_inputs(config(adapters))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_inputs(config(adapters))
+
+
 def test_looking_at_inputs_needs_neither_jax_nor_ray():
     script = (
         "import sys; from pathlib import Path; from cluster.loading import load_config; "

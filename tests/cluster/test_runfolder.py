@@ -81,6 +81,7 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(tmp_path, name):
         ("environment.id=Other-v0", "environment.id=Other-v0: .* was started with headrace/FrozenLakeText-v0;"),
         ("agent.system_prompt=hi", "agent.system_prompt=hi: .* was started with None;"),
         ("agent.max_turns=3", "agent.max_turns=3: .* was started with 8;"),
+        ("model.lora={rank: 8, alpha: 16}", "model.lora={.*}: .* was started with None;"),
         ("model.path=/m", "model.path=/m: .* was started with None;"),
     ],
 )

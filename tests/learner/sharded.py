@@ -17,8 +17,9 @@ from learner.mesh import make_mesh
 from learner.models.attention import Reach, attend_packed, attend_splash
 from learner.models.config import ModelConfig
 from learner.models.decoder import Remat
+from learner.models.lora import TARGETS, Lora
 from learner.models.value_head import ValueHead, with_value_head
-from learner.models.weights import initial_params
+from learner.models.weights import initial_adapters, initial_params
 from learner.objectives import policy_objective, ppo_clip, sequence_mean_token_mean, vtrace
 from learner.optimizer import make_optimizer
 from learner.packing import Example, Ladder, Rows, pack
@@ -48,6 +49,7 @@ GEMMA = replace(
     tie_word_embeddings=True,
 )
 QWEN2 = replace(MODEL, model_type="qwen2")
+LORA = Lora(rank=3, alpha=6.0, targets=tuple(TARGETS))
 PPO = partial(
     policy_objective, loss=ppo_clip, aggregation=sequence_mean_token_mean(), entropy_bonus=0.01, entropy_cap=4.0
 )
@@ -98,8 +100,17 @@ def judge(step: TrainStep, params: nnx.State, batch: list[Rows]) -> tuple[list[R
     return critic([rows._replace(proximal=s.logprob, values=s.value) for rows, s in zip(batch, scores, strict=True)])
 
 
-def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = "none", *, has_values: bool = False):
-    """Gradient and summary of the first batch, and the parameters after five steps."""
+def train(
+    model: ModelConfig,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    remat: Remat = "none",
+    *,
+    has_values: bool = False,
+    lora: Lora | None = None,
+):
+    """Gradient and summary of the first batch, and the parameters, adapters merged, after five steps."""
     devices = jax.devices()[: data * fsdp * tensor]
     step = TrainStep(
         model,
@@ -110,11 +121,20 @@ def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = 
         temperature=0.9,
         remat=remat,
         value_gradient="trunk" if has_values else None,
+        lora=lora,
     )
     params = initial_params(model, seed=1)
+    if lora is not None:
+        step.freeze(params)
+        # Without this B is zero, and A has no gradient to compare.
+        params = jax.tree.map(lambda leaf: leaf + 0.1, initial_adapters(model, lora, seed=1))
     state = step.initialise(with_some_head(params) if has_values else params)
-    local = state.params["layers"]["attention"]["q_HND"][...].addressable_shards[0].data.shape
+    local = step.merged(state.params)["layers"]["attention"]["q_HND"][...].addressable_shards[0].data.shape
     assert local[1:3] == (model.hidden_size // fsdp, model.num_attention_heads // tensor), "weights are not split"
+    if lora is not None:
+        adapter = state.params["layers"]["attention"]["q_adapter"]
+        halves = [adapter[half][...].addressable_shards[0].data.shape for half in ("in_HA", "out_AND")]
+        assert halves[0][1] == model.hidden_size // fsdp and halves[1][2] == model.num_attention_heads // tensor
     batch = [step.put(rows) for rows in pack(examples(), LADDER)]
     metrics = []
     if has_values:
@@ -124,7 +144,7 @@ def train(model: ModelConfig, data: int, fsdp: int, tensor: int, remat: Remat = 
     for _ in range(5):
         state, scalars = step(state, batch, 0)
         metrics.append(jax.device_get(scalars))
-    return first, metrics, jax.device_get(state.params)
+    return first, metrics, jax.device_get(step.merged(state.params))
 
 
 def compare(name: str, found, reference) -> None:
@@ -179,6 +199,8 @@ def main() -> None:
         compare("x".join(map(str, mesh)), train(MODEL, *mesh), reference)
     compare("dots 2x2x2", train(MODEL, 2, 2, 2, "dots"), reference)
     compare("gemma 1x4x2 full", train(GEMMA, 1, 4, 2, "full"), train(GEMMA, 1, 1, 1))
+    adapted = partial(train, MODEL, has_values=True, lora=LORA)
+    compare("adapters 2x2x2", adapted(2, 2, 2), adapted(1, 1, 1))
     compare("qwen2 2x1x2", train(QWEN2, 2, 1, 2), train(QWEN2, 1, 1, 1))
     compare("values 2x2x2", train(MODEL, 2, 2, 2, has_values=True), train(MODEL, 1, 1, 1, has_values=True))
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,7 +16,10 @@ from learner.checkpoints import Checkpoints
 from learner.critic import Critic
 from learner.gang import Gang
 from learner.learner import Learner
+from learner.models.config import ModelError
+from learner.models.lora import Lora
 from learner.models.value_head import read_value_head, with_value_head
+from learner.models.weights import initial_adapters, to_hf
 from learner.objectives import (
     ESTIMATORS,
     decoupled_ppo,
@@ -123,7 +127,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
 
         def learner(
             self, step=None, *, start=params, batch_timeout_seconds: float = 60.0, anchors=(), critic=None, gang=ALONE,
-            **recipe,
+            adapters=None, **recipe,
         ) -> Learner:  # fmt: skip
             credit = partial(trajectory_credit, advantage=grpo)
             return Learner(
@@ -136,7 +140,7 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
                 gang=gang,
                 buffer=self.buffer,
                 publisher=Publisher(self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
-                checkpoints=Checkpoints(tmp_path / "checkpoints", model, keep=2),
+                checkpoints=Checkpoints(tmp_path / "checkpoints", model, keep=2, adapters=adapters),
                 checkpoint_every_steps=3,
                 batch_timeout_seconds=batch_timeout_seconds,
                 outage_seconds=30.0,
@@ -331,6 +335,52 @@ def test_a_critic_without_values_is_refused(run, make_step) -> None:
     critic = Critic(make_step().mesh, partial(ESTIMATORS["gae"], discount=1.0, decay=1.0), normalise=True)
     with pytest.raises(ValueError, match="expected 'proximal' among them"):
         run.learner(critic=critic)
+
+
+def test_adapters_are_trained_published_merged_and_resumed(run, make_step, model, params) -> None:
+    run.open(2)
+    lora, published = Lora(4, 8.0, ("q_proj", "down_proj")), {}
+    objective = partial(policy_objective, loss=ppo_clip, aggregation=token_mean(), divergence=k3, divergence_weight=0.1)
+    step = make_step(objective, lora=lora)
+    step.freeze(params)
+    fresh = initial_adapters(model, lora, seed=0)
+    broadcast, records = run.actors.broadcast, []
+
+    def keep(version: int, weights) -> None:
+        published[version] = weights
+        broadcast(version, weights)
+
+    run.actors.broadcast = keep
+    settings = {"anchors": ("reference",), "adapters": {"rank": 4, "base_sha256": "abc"}}
+    learner = run.learner(step, start=fresh, **settings)
+    learner.start()
+    with run.actors:
+        learner.run(3, threading.Event(), records.append)
+    learner.close()
+    assert abs(records[0]["kl_reference"]) < 1e-6, "the reference is the frozen model"
+    assert records[-1]["kl_reference"] > 1e-4
+    assert all(record["compilations_after_warmup"] == 0 for record in records)
+    trained, merged = jax.device_get(learner.trained), to_hf(model, learner.params)
+    for name, tensor in to_hf(model, params).items():
+        np.testing.assert_array_equal(published[0][name], tensor, err_msg=name)
+        np.testing.assert_array_equal(published[3][name], merged[name], err_msg=name)
+        assert ("q_proj" in name or "down_proj" in name) == (merged[name] != tensor).any(), name
+
+    again = run.learner(step, start=fresh, **settings)
+    again.start()
+    assert again.step == 3
+    for ours, theirs in zip(jax.tree.leaves(again.trained), jax.tree.leaves(trained), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    again.close()
+    for other, difference in (
+        ({"rank": 8, "base_sha256": "abc"}, "adapters.rank is 4, the run's is 8"),
+        ({"rank": 4, "base_sha256": "abd"}, "adapters.base_sha256 is 'abc', the run's is 'abd'"),
+        (None, r"adapters is {.*}, the run's is None"),
+    ):
+        refused = run.learner(step, start=fresh, anchors=("reference",), adapters=other)
+        with pytest.raises(ModelError, match=f"is of another model: {difference}; use the model"):
+            refused.start()
+        refused.close()
 
 
 def test_a_stopped_run_saves_and_goes_on_with_the_next_version(run) -> None:

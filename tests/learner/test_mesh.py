@@ -30,7 +30,7 @@ def test_eight_devices_give_the_loss_gradient_and_five_steps_of_one() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert len(done.stdout.splitlines()) == 9, done.stdout
+    assert len(done.stdout.splitlines()) == 10, done.stdout
 
 
 @pytest.mark.parametrize(
