@@ -51,6 +51,7 @@ def plan(config: Config, *, as_json: bool, search: bool) -> int:
 
 
 def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
+    from cluster.adapters import make_lora
     from cluster.objective import make_anchors, make_objective, make_value_gradient
     from learner.optimizer import make_optimizer
     from learner.planning.plan import make_plan
@@ -77,6 +78,7 @@ def _make(config: Config, topology: Topology, *, search: bool) -> Plan:
         rows=rows,
         length=length,
         microbatches=config.plan.microbatches,
+        lora=make_lora(config.model.lora),
         anchors=make_anchors(config.objective),
         value_gradient=make_value_gradient(config.objective),
     )
@@ -105,6 +107,8 @@ def _model(config: Config) -> ModelConfig:
 
 def summary(plan: Plan) -> dict[str, Any]:
     """The plan as plain data: bytes, FLOP and seconds, per device where the name says so."""
+    from learner.planning.work import adapter_weights
+
     setup, chip, largest = plan.setup, plan.setup.topology.chip, plan.largest
     tokens_per_row = setup.row_shards * setup.length / setup.topology.chips
     return {
@@ -113,6 +117,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "devices": setup.topology.devices,
         "model_type": setup.model.model_type,
         "parameters": setup.model.parameter_count,
+        "adapter_parameters": adapter_weights(setup.model, setup.lora),
         "mesh": setup.mesh._asdict(),
         "remat": setup.remat,
         "precision": setup.dtype,
@@ -187,7 +192,7 @@ def table(plan: Plan) -> Table:
     shown.add_section()
     for name, value in {**plan.resident._asdict(), "temporaries": plan.temporaries}.items():
         if not value:
-            continue  # there is no reference policy
+            continue  # there is no reference policy, or nothing frozen
         shown.add_row(f"{name}, GiB", f"{value / GIB:.2f}")
     shown.add_row("needed, GiB", _memory(plan))
     for name, needed in plan.needed.items():
@@ -213,11 +218,17 @@ def table(plan: Plan) -> Table:
 
 
 def _title(plan: Plan) -> str:
-    model = plan.setup.model
-    count, unit = (
-        (model.parameter_count / 1e9, "B") if model.parameter_count >= 1e8 else (model.parameter_count / 1e6, "M")
-    )
-    return f"{model.model_type}, {count:.2f} {unit} parameters"
+    from learner.planning.work import adapter_weights
+
+    model, lora = plan.setup.model, plan.setup.lora
+    title = f"{model.model_type}, {_count(model.parameter_count)} parameters"
+    if lora is None:
+        return title
+    return f"{title}, frozen; adapters of rank {lora.rank}, {_count(adapter_weights(model, lora))} parameters"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
 def _memory(plan: Plan) -> str:

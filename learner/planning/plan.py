@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     @property
     def temporaries(self) -> float:
         """Bytes on a device of activations and all else that forward and backward pass hold at their peak."""
-        return self.programs[ADD].peak - self.resident.parameters - self.resident.gradients
+        return self.programs[ADD].peak - self.resident.arguments(ADD)
 
     @property
     def tokens(self) -> int:
@@ -136,11 +136,12 @@ def make_plan(
         dtype=setup.dtype,
         kernel=suitable_kernel("tpu", [setup.length]),
         value_gradient=setup.value_gradient,
+        lora=setup.lora,
     )
     resident = measure_resident(train, has_reference="reference" in setup.anchors)
     programs = _compile_step(setup, train, mesh, resident, say)
-    training = training_pass(setup.model, setup.rows, setup.length, setup.remat)
-    scoring = forward_pass(setup.model, setup.rows, setup.length)
+    training = training_pass(setup.model, setup.rows, setup.length, setup.remat, setup.lora)
+    scoring = forward_pass(setup.model, setup.rows, setup.length, setup.lora)
     return Plan(
         setup=setup,
         resident=resident,
@@ -174,10 +175,11 @@ def _compile_step(
 
 def _rooflines(setup: Setup, programs: Mapping[str, Program], mesh: Mesh) -> dict[str, Roofline]:
     shape = (setup.model, setup.rows, setup.length)
-    flops = {ADD: training_pass(*shape, setup.remat).flops, UPDATE: 0.0, SCORE: forward_pass(*shape).flops}
+    training, scoring = training_pass(*shape, setup.remat, setup.lora), forward_pass(*shape, setup.lora)
+    flops = {ADD: training.flops, UPDATE: 0.0, SCORE: scoring.flops}
     traffic = {
-        ADD: micro_batch_traffic(*shape, setup.mesh, setup.remat),
-        UPDATE: update_traffic(setup.model, setup.mesh),
+        ADD: micro_batch_traffic(*shape, setup.mesh, setup.remat, setup.lora),
+        UPDATE: update_traffic(setup.model, setup.mesh, setup.lora),
         SCORE: score_traffic(*shape, setup.mesh),
     }
     places_D3 = np.array([device.coords for device in mesh.devices.flat])

@@ -25,11 +25,12 @@ class Resident(NamedTuple):
     """Bytes on a device of what a run keeps there, whatever it computes.
 
     Attributes:
-        parameters: float32.
+        parameters: that are trained, float32.
         moments: of AdamW, float32.
         gradients: their sum over micro-batches, float32.
-        published: the copy of the parameters that is on its way to the samplers while the next step runs.
-        reference: parameters of the reference policy; 0 without one.
+        published: the copy of the model, adapters merged, that is on its way to the samplers while the next step runs.
+        reference: trained parameters of the reference policy; 0 without one.
+        frozen: parameters of a model whose adapters are trained, float32.
     """
 
     parameters: int
@@ -37,15 +38,17 @@ class Resident(NamedTuple):
     gradients: int
     published: int
     reference: int
+    frozen: int = 0
 
     def arguments(self, program: str) -> int:
         """Bytes of what a program is given, but for the rows."""
-        own = {ADD: self.gradients, UPDATE: self.gradients + self.moments, SCORE: 0}
+        own = {ADD: self.gradients + self.frozen, UPDATE: self.gradients + self.moments, SCORE: self.frozen}
         return self.parameters + own[program]
 
     def beside(self, program: str) -> int:
         """Bytes of what lies there while a program runs that does not touch it."""
-        return self.published + self.reference + {ADD: self.moments, UPDATE: 0, SCORE: self.moments}[program]
+        other = {ADD: self.moments, UPDATE: self.frozen, SCORE: self.moments}
+        return self.published + self.reference + other[program]
 
 
 class Program(NamedTuple):
@@ -67,9 +70,15 @@ class Program(NamedTuple):
 def measure_resident(train: TrainStep, *, has_reference: bool) -> Resident:
     """What a run of this step keeps on a device, of a reference policy too if it has one."""
     state = train.abstract_state
-    parameters = _bytes(state.params)
-    reference = parameters if has_reference else 0
-    return Resident(parameters, _bytes(state.moments), parameters, published=parameters, reference=reference)
+    parameters, frozen = _bytes(state.params), _bytes(train.abstract_base)
+    return Resident(
+        parameters,
+        _bytes(state.moments),
+        parameters,
+        published=frozen or parameters,  # adapters are merged into a copy of the model
+        reference=parameters if has_reference else 0,
+        frozen=frozen,
+    )
 
 
 def compile_program(lowered: jax.stages.Lowered, mesh: Mesh, arguments: int) -> Program:

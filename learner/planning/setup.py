@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from learner.models.config import ModelConfig
 from learner.models.decoder import Remat
+from learner.models.lora import Lora
 from learner.models.value_head import ValueGradient
 from learner.planning.chips import GIB, PlanError, Topology
 from learner.planning.programs import ADD, SCORE, UPDATE
@@ -28,6 +29,7 @@ class Setup(NamedTuple):
         rows: of a micro-batch.
         length: tokens of a row.
         microbatches: of a step.
+        lora: adapters that are trained in place of the model; None: the model is.
         anchors: other policies that score every micro-batch before the step, see ``learner.learner``.
         value_gradient: of the model's value head, see ``learner.step``; None without one.
     """
@@ -40,6 +42,7 @@ class Setup(NamedTuple):
     rows: int
     length: int
     microbatches: int
+    lora: Lora | None = None
     anchors: tuple[str, ...] = ()
     value_gradient: ValueGradient | None = None
 

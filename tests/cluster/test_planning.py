@@ -16,6 +16,7 @@ from rich.console import Console
 from cluster.loading import load_config
 from cluster.planning import summary, table
 from learner.models.config import read_config
+from learner.models.lora import Lora
 from learner.planning import libtpu
 from learner.planning.chips import GIB, PlanError, Topology
 from learner.planning.collectives import Collective
@@ -187,6 +188,8 @@ def test_the_table_says_what_fits_and_what_does_not(plan):
     assert "14.00 of 15.75 per device: fits, 1.75 to spare" in text
     assert "8.50 as compiled, 6.50 if all collectives overlap" in text
     assert "4,096 tokens per chip (14.00 GiB, compiled); 8,192 would take 19.00 GiB, as compiled" in text
+    adapted = plan._replace(setup=plan.setup._replace(lora=Lora(16, 32.0, ("q_proj", "v_proj"))))
+    assert "qwen3, 8.19 B parameters, frozen; adapters of rank 16, 7.67 M parameters" in shown(adapted)
     refused = {ADD: Program(20.0 * GIB, True, [], 60.0)}
     text = shown(plan._replace(programs=refused, rooflines={}, largest=Largest(0, 0.0, 1, 26.0 * GIB, True)))
     assert "26.00 of 15.75 per device: 10.25 too much" in text

@@ -8,9 +8,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from learner.mesh import make_mesh
 from learner.models.config import ModelConfig, read_config
+from learner.models.lora import TARGETS, Lora
 from learner.objectives import cross_entropy
 from learner.packing import Ladder, empty_rows
 from learner.planning.chips import CHIPS, GIB, PlanError, Topology
@@ -21,6 +23,7 @@ from learner.planning.programs import ADD, SCORE, UPDATE, measure_resident
 from learner.planning.roofline import group_bandwidth, roofline
 from learner.planning.work import (
     MeshShape,
+    adapter_weights,
     forward_pass,
     micro_batch_traffic,
     score_traffic,
@@ -183,12 +186,56 @@ def test_what_stays_on_a_device_is_its_part(model, optimizer) -> None:
     assert measure_resident(train, has_reference=False).reference == 0
 
 
+def test_operations_beside_a_frozen_model_are_those_the_compiler_counts(shallow, optimizer) -> None:
+    rows, length, lora = 2, 128, Lora(16, 32.0, tuple(TARGETS))
+    mesh = make_mesh(shallow, data=1, fsdp=1, devices=jax.devices()[:1])
+    train = TrainStep(shallow, mesh, Ladder(((rows, length),)), optimizer, cross_entropy, temperature=1.0, lora=lora)
+    lowered = train.lower((rows, length))
+    scores, both = (program.compile().cost_analysis()["flops"] for program in (lowered.score, lowered.add))
+    # For q, k, v, o, gate, up and down: inputs and outputs.
+    entries = 16 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
+    assert adapter_weights(shallow, lora) == entries
+    attention = 4 * rows * 4 * 64 * (64 * 64 + 64 * 128)
+    matrices, adapters = 2 * rows * length * 256 * (12 * 64 + 3 * 512), 2 * rows * length * entries
+    head = 2 * rows * length * 512 * 256
+    assert scores == pytest.approx(matrices + adapters + head + attention, rel=0.06)
+    # Below the only layer nothing is trained, so that nobody asks for the gradient of what q, k and v multiply.
+    unasked = 2 * rows * length * 256 * (4 + 2 + 2) * 64
+    assert both == pytest.approx(2 * (matrices + head) + 3 * (adapters + attention) - unasked, rel=0.03)
+    useful_attention = 4 * rows * 4 * 64 * length * (length + 1) / 2
+    kernel = 4 * rows * 4 * 64 * 128 * 128
+    for remat, again in (("none", 0), ("full", 1)):
+        found = training_pass(shallow, rows, length, remat, lora)
+        assert found.useful_flops == 2 * (matrices + head) + 3 * (adapters + useful_attention)
+        assert found.flops == pytest.approx(
+            (2 + again) * matrices + (3 + again) * adapters + 3 * head + (1 + again + 3.5) * kernel
+        )
+
+
+def test_beside_adapters_a_frozen_model_stays_on_a_device(model, optimizer) -> None:
+    mesh, lora = make_mesh(model, data=1, fsdp=1, devices=jax.devices()[:1]), Lora(2, 4.0, ("q_proj", "down_proj"))
+    train = TrainStep(model, mesh, Ladder(((4, 32),)), optimizer, cross_entropy, temperature=1.0, lora=lora)
+    resident = measure_resident(train, has_reference=True)
+    frozen, adapters = 4 * model.parameter_count, 4 * adapter_weights(model, lora)
+    assert adapters == 4 * 2 * 2 * ((16 + 32) + (24 + 16))
+    assert (resident.parameters, resident.gradients, resident.reference) == (adapters,) * 3
+    assert (resident.frozen, resident.published) == (frozen, frozen)
+    assert 2 * adapters <= resident.moments < 2 * adapters + 64
+    for name in (ADD, UPDATE, SCORE):
+        beside_or_given = resident.arguments(name) + resident.beside(name) + (adapters if name == SCORE else 0)
+        assert beside_or_given == sum(resident), name
+    assert resident.arguments(UPDATE) == 2 * adapters + resident.moments
+    assert update_traffic(model, MeshShape(1, 1, 1), lora) == 8 * adapters
+    one = MeshShape(1, 1, 1)
+    assert micro_batch_traffic(model, 1, 32, one, "none", lora) < micro_batch_traffic(model, 1, 32, one, "none")
+
+
 def test_lowered_programs_are_those_of_a_step(model, optimizer, params) -> None:
     mesh = make_mesh(model, data=1, fsdp=1, devices=jax.devices()[:1])
     train = TrainStep(model, mesh, Ladder(((4, 32),)), optimizer, cross_entropy, temperature=1.0)
     score = train.lower((4, 32)).score.compile()
     rows = train.put(empty_rows((4, 32)))
-    np.testing.assert_array_equal(score(params, rows).logprob, train.logprobs(params, rows).logprob)
+    np.testing.assert_array_equal(score(nnx.State({}), params, rows).logprob, train.logprobs(params, rows).logprob)
 
 
 @pytest.mark.parametrize(
