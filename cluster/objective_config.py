@@ -31,7 +31,7 @@ class BandConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """A penalty for leaving the policy that the run began with; costs a forward pass and a copy of the parameters."""
+    """A penalty for leaving the policy that the run began with; costs a forward pass and a copy of what is trained."""
 
     weight: Annotated[float, Field(gt=0)]
     """Weight of the divergence, in nats per token, beside advantages of about 1."""

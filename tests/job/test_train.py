@@ -1,7 +1,9 @@
 """``headrace train`` as a person runs it: real Redis, Ray, sampler, workers and learner, on a small model."""
 
+import json
 import signal
 
+import numpy as np
 import pytest
 from jobs import assert_groups_add_up, processes_naming, read_records, read_summary, start_train, wait_until
 from safetensors.numpy import load_file
@@ -24,6 +26,43 @@ def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
     assert "success before" in done.stdout and "success after" in done.stdout
     assert not done.stderr
     assert processes_naming(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_trained_adapters_are_left_merged_and_by_themselves(train, tmp_path):
+    done = train("learner.steps=4", "run.name=adapted", "model.lora={rank: 4, alpha: 8}", "objective.entropy_bonus=0.2")
+    assert done.returncode == 0, done.stderr + done.stdout
+    folder, summary = tmp_path / "adapted", read_summary(tmp_path / "adapted")
+    assert summary["compilations_after_warmup"] == 0
+    assert summary["max_logprob_difference"] <= 1e-4
+    about = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(folder / "initial_model")
+    base, merged, adapter = (
+        load_file(folder / name)
+        for name in (
+            "initial_model/model.safetensors",
+            "model/model.safetensors",
+            "adapter/adapter_model.safetensors",
+        )
+    )
+    changed = set()
+    for name, weight in base.items():
+        wrapped = "base_model.model." + name.removesuffix(".weight")
+        if f"{wrapped}.lora_A.weight" in adapter:
+            change = 8 / 4 * (adapter[f"{wrapped}.lora_B.weight"] @ adapter[f"{wrapped}.lora_A.weight"])
+            if change.any():
+                changed.add(name.split(".")[-2])
+        else:
+            change = 0.0
+        np.testing.assert_allclose(merged[name], weight + change, atol=1e-6, err_msg=name)
+    assert changed == set(about["target_modules"])
+
+    other = train("learner.steps=5", "run.name=adapted", "run.resume=true", "model.lora={rank: 8, alpha: 8}")
+    assert other.returncode == 2
+    assert "model.lora.rank=8: the run in" in other.stderr and "was started with 4" in other.stderr
+    again = train("learner.steps=5", "run.name=adapted", "run.resume=true", "model.lora={rank: 4, alpha: 8}")
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert "going on from the checkpoint of step 4" in again.stdout
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
