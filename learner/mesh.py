@@ -98,6 +98,8 @@ def gather(weights: Any, dtype: jnp.dtype) -> Any:
         spec = _spec(parameter_path(path), leaf.ndim)
         if FSDP not in spec:
             return leaf
+        if jax.lax.axis_size(FSDP) == 1:  # XLA would still copy it, and its gradient on the way back
+            return leaf.astype(dtype)
         return jax.lax.all_gather(leaf.astype(dtype), FSDP, axis=spec.index(FSDP), tiled=True)
 
     return jax.tree.map_with_path(whole, weights)

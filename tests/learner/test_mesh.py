@@ -14,6 +14,7 @@ import pytest
 from learner.mesh import MeshError, make_mesh
 
 
+@pytest.mark.timeout(900)  # it compiles a dozen programs for eight devices
 def test_eight_devices_give_the_loss_gradient_and_five_steps_of_one() -> None:
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("sharded.py")],
