@@ -24,7 +24,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from learner.models.config import ModelConfig
-from learner.models.weights import parameter_path
+from learner.models.tensors import parameter_path
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 ROWS = PartitionSpec((DATA, FSDP))

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
-from learner.models.weights import parameter_path
+from learner.models.tensors import parameter_path
 
 type Decay = Literal["constant", "linear", "cosine"]
 

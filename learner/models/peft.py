@@ -18,13 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from learner.models.config import ModelConfig, ModelError
 from learner.models.lora import TARGETS, Lora
-from learner.models.weights import (
-    LAYER,
-    Tensor,
-    abstract_adapted,
-    load_tensors,
-    stored_tensors,
-)
+from learner.models.tensors import Tensor, stored_tensors
+from learner.models.weights import LAYER, abstract_adapted, load_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

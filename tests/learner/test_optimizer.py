@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.models.weights import parameter_path
+from learner.models.tensors import parameter_path
 from learner.optimizer import make_optimizer
 
 SETTINGS = {
