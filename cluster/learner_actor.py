@@ -180,6 +180,7 @@ class LearnerActor:
             outage_seconds=self._config.buffer.outage_seconds,
             gang=self._gang,
         )
+        del params  # the learner lets go of them, too, once it has a state of its own
         self._model, self._model_folder, self._lora = model, model_folder, lora
         self._learner.start()
         return self._learner.step

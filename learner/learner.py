@@ -148,19 +148,21 @@ class Learner:
         params, self._params = self._params, None  # let go of: a device may have no room for another copy
         if params is None:
             raise RuntimeError("the learner is started already")
-        self._state = self._train.initialise(params)
         latest = self._checkpoints.latest()
         [taken] = self._gang.follow([self._buffer.announced()])
         self._gang.gather_floats([0.0])  # compiled now
         saved_version = -1
-        if latest is not None:
+        if "reference" in self._anchors:
+            self._reference = self._train.place(params)
+        if latest is None:
+            self._state = self._train.initialise(params)
+            del params
+        else:
+            del params
             self._state, saved_version = self._checkpoints.restore(latest, self._train.abstract_state)
             self._step = latest
             taken = max(taken, saved_version)
             logger.info("going on from the checkpoint of step %d", latest)
-        if "reference" in self._anchors:
-            self._reference = self._train.place(params)
-        del params
         self._state = self._train.warm_up(self._state)
         jax.block_until_ready(self._judged([self._train.put(empty_rows(shape)) for shape in self._ladder.shapes]))
         epoch = self._begin_epoch(saved_version) if self._gang.leads else 0
