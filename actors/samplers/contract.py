@@ -30,6 +30,17 @@ class StopReason(StrEnum):
     """The request was aborted or its deadline passed; ``tokens`` holds what was sampled until then."""
 
 
+class OnUpdate(StrEnum):
+    """What new weights do to the requests in flight. No later prompt reuses keys of older weights."""
+
+    RECOMPUTE = "recompute"
+    """They prefill what they have so far again, then go on."""
+    CONTINUE = "continue"
+    """They go on with the keys they have: cheaper, but their log-probabilities then mix versions."""
+    DRAIN = "drain"
+    """The update waits until they have ended, and later requests wait for the update: each has one version."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled.

@@ -154,6 +154,36 @@ def test_continue_keeps_keys_for_their_own_request_and_no_later_one(
     assert reference.worst_difference(after_P, after) <= TOLERANCE
 
 
+def test_under_drain_an_update_waits_for_what_is_in_flight_and_later_requests_wait_for_it() -> None:
+    sampler = make_local(on_update="drain", slots=1, context_length=100)
+    weights = {0: make_weights(0), 1: make_weights(1)}
+
+    async def update_in_flight() -> tuple[Generation, Generation, int]:
+        await sampler.update(0, weights[0])
+        first = asyncio.ensure_future(sampler.generate([3] * 5, SamplingParams(max_tokens=80)))
+        while not (await sampler.status())["running"]:
+            await asyncio.sleep(0)
+        update = asyncio.ensure_future(sampler.update(1, weights[1]))
+        while not sampler._inbox:  # the weights are checked in a thread first
+            await asyncio.sleep(0)
+        later = asyncio.ensure_future(sampler.generate([4], SamplingParams(max_tokens=5)))
+        abandoned = asyncio.ensure_future(sampler.generate([5], SamplingParams(max_tokens=90)))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        outcomes = await asyncio.gather(first, later, update)
+        status = await sampler.status()
+        assert (status["running"], status["waiting"], len(sampler._inbox)) == (0, 0, 0)
+        return outcomes
+
+    first, later, held = asyncio.run(asyncio.wait_for(update_in_flight(), 60))
+    sampler.close()
+    assert held == 1
+    assert (set(first.versions.tolist()), set(later.versions.tolist())) == ({0}, {1})
+    reference = Reference(weights)
+    assert reference.worst_difference(np.array([3] * 5), first) <= TOLERANCE
+    assert reference.worst_difference(np.array([4]), later) <= TOLERANCE
+
+
 def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have(engine: Engine) -> None:
     _publish(engine, make_weights(2))
     running = [engine.submit([token] * 5, SamplingParams(max_tokens=90)) for token in range(3)]
@@ -233,7 +263,7 @@ def test_closing_fails_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"slots": 0}, "slots is 0"),
         ({"context_length": 999}, "context_length is 999"),
-        ({"on_update": "drain"}, "drain"),
+        ({"on_update": "never"}, "never"),
     ],
 )
 def test_an_impossible_engine_is_refused(arguments: dict[str, Any], complaint: str) -> None:

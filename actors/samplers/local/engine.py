@@ -14,44 +14,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 import jax
 import numpy as np
 
-from actors.samplers.contract import Generation, SamplerError, SamplingParams, StopReason, Tokens, UpdateError
+from actors.samplers.contract import (
+    Generation,
+    OnUpdate,
+    SamplerError,
+    SamplingParams,
+    StopReason,
+    Tokens,
+    UpdateError,
+)
 from actors.samplers.local.cache import SlotCache
 from actors.samplers.local.program import BLOCK, Program, ladder
 from actors.samplers.local.requests import Request, make_request
+from actors.samplers.serving import Counters
 from learner.models.compilations import CompilationCounter
 from learner.models.config import ModelConfig, ModelError
 from learner.models.weights import abstract_model, from_hf, to_hf
 
 _NO_TOKEN = -1
-
-
-class OnUpdate(StrEnum):
-    """What new weights do to the keys of requests in flight. No later prompt reuses keys of older weights."""
-
-    RECOMPUTE = "recompute"
-    """They are dropped: requests in flight prefill what they have so far again, then go on."""
-    CONTINUE = "continue"
-    """They stay until their request ends: cheaper, but its log-probabilities then mix versions."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What an engine has done so far."""
-
-    tokens_sampled: int = 0
-    tokens_prefilled: int = 0
-    """Tokens run only for their keys, whether new or computed again after an update."""
-    tokens_reused: int = 0
-    """Prompt tokens whose keys were already cached."""
-    calls: int = 0
-    busy_seconds: float = 0.0
-    """Seconds spent in steps that ran a call."""
 
 
 class Engine:
@@ -73,7 +57,8 @@ class Engine:
             config: the model's shape.
             slots: requests that run at once.
             context_length: most tokens of a request, prompt and sampled.
-            on_update: what becomes of the keys of requests in flight when the weights change.
+            on_update: what becomes of the keys of requests in flight when the weights change; under ``drain`` the
+                owner swaps only when there are none.
             seed: where requests without a seed of their own draw one from.
         """
         if not 2 <= context_length <= config.max_position_embeddings:
@@ -134,8 +119,10 @@ class Engine:
         self._program.warm_up(self.prepare(to_hf(self.config, zeros)))
         self._compilations_at_warm_up = self._compilations.count
 
-    def submit(self, tokens: Tokens, params: SamplingParams) -> int:
+    def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
         """Queue a request; returns the number under which ``step`` reports it.
+
+        Its deadline counts from ``asked_at`` (seconds of ``time.monotonic``); None: from now.
 
         Raises:
             RequestError: the request can never be served.
@@ -146,6 +133,7 @@ class Engine:
             self._numbers,
             tokens,
             params,
+            asked_at=time.monotonic() if asked_at is None else asked_at,
             vocabulary=self.config.vocab_size,
             context_length=self._context_length,
             random=self._random,

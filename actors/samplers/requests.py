@@ -1,0 +1,94 @@
+"""The checks that a request passes before any engine sees it: what can never be served is refused by name.
+
+Axes: P = prompt tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from actors.samplers.contract import RequestError, SamplingParams, Tokens
+
+LARGEST_SEED = 2**64 - 1
+
+
+def drawn_seed(params: SamplingParams, random: np.random.Generator) -> int:
+    """The request's own seed, or one drawn from ``random``: 0..2**64-1."""
+    if params.seed is not None:
+        return int(params.seed)
+    return int(random.integers(LARGEST_SEED, dtype=np.uint64, endpoint=True))
+
+
+def checked_prompt(tokens: Tokens, vocabulary: int, context_length: int) -> np.ndarray:
+    """The prompt as int32[P].
+
+    Args:
+        tokens: what the caller gave.
+        vocabulary: token ids are below it.
+        context_length: most tokens of a request, prompt and sampled.
+
+    Raises:
+        RequestError: it is no flat list of token ids that leaves room for one more.
+    """
+    try:
+        given = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"tokens are no array ({error}); expected a non-empty flat list of token ids") from error
+    if given.ndim != 1 or given.size == 0 or not np.issubdtype(given.dtype, np.integer):
+        raise RequestError(
+            f"tokens have shape {list(given.shape)} and type {given.dtype}; expected a non-empty flat list of token ids"
+        )
+    if given.min() < 0 or given.max() >= vocabulary:
+        wrong = given[(given < 0) | (given >= vocabulary)][0]
+        raise RequestError(
+            f"token id {wrong} is outside the vocabulary of {vocabulary}; tokenise with the served model's tokenizer"
+        )
+    if given.size >= context_length:
+        raise RequestError(
+            f"the prompt has {given.size} tokens; expected at most {context_length - 1}, which leaves room for one: "
+            "shorten it or raise the sampler's context_length"
+        )
+    return given.astype(np.int32)
+
+
+def check_params(params: SamplingParams, vocabulary: int) -> None:
+    """Find out whether ``params`` can be served.
+
+    Raises:
+        RequestError: a value is outside its range.
+    """
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params is a {type(params).__name__}; expected SamplingParams")
+    expectations = (
+        ("max_tokens", params.max_tokens, _is_int(params.max_tokens, 1), "an integer of at least 1"),
+        ("temperature", params.temperature, _is_real(params.temperature, 0.0), "a finite number of at least 0"),
+        ("seed", params.seed, params.seed is None or _is_int(params.seed, 0, LARGEST_SEED), "None or 0..2**64-1"),
+        (
+            "stop_tokens",
+            params.stop_tokens,
+            isinstance(params.stop_tokens, tuple)
+            and all(_is_int(token, 0, vocabulary - 1) for token in params.stop_tokens),
+            f"a tuple of token ids below {vocabulary}",
+        ),
+        (
+            "deadline_seconds",
+            params.deadline_seconds,
+            _is_real(params.deadline_seconds, 0.0) and params.deadline_seconds > 0,
+            "a finite number of seconds above 0",
+        ),
+    )
+    for name, value, fits, expectation in expectations:
+        if not fits:
+            raise RequestError(f"{name} is {value!r}; expected {expectation}")
+
+
+def _is_int(value: object, least: int, most: int | None = None) -> bool:
+    if type(value) is bool or not isinstance(value, int | np.integer):
+        return False
+    return int(value) >= least and (most is None or int(value) <= most)
+
+
+def _is_real(value: object, least: float) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value) and float(value) >= least

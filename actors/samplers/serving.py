@@ -1,0 +1,394 @@
+"""An engine in a thread of its own behind the asynchronous contract.
+
+Callers and the engine meet in an inbox, and all answers of one step reach a caller's event
+loop in one call. If the engine fails, every request fails with it and ``status`` says why:
+nobody waits for a dead thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from actors.samplers.contract import (
+    Generation,
+    OnUpdate,
+    Outcome,
+    RequestError,
+    SamplerError,
+    SamplingParams,
+    Tokens,
+    UpdateError,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Errand:
+    """Something for the engine's thread; the answer goes to ``deliver`` on ``loop``."""
+
+    loop: asyncio.AbstractEventLoop
+    deliver: Callable[[Any], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Sample(_Errand):
+    tokens: Tokens
+    params: SamplingParams
+    asked_at: float = field(default_factory=time.monotonic)
+    number: int | None = None
+    """The engine's name for it, once accepted."""
+
+
+@dataclass(slots=True, eq=False)
+class _Swap(_Errand):
+    version: int
+    leaves: list[jax.Array]
+
+
+@dataclass(slots=True, eq=False)
+class _Abort:
+    sample: _Sample
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine has done so far."""
+
+    tokens_sampled: int = 0
+    tokens_prefilled: int = 0
+    """Tokens run only for their keys, whether new or computed again after an update."""
+    tokens_reused: int = 0
+    """Prompt tokens whose keys were already cached."""
+    calls: int = 0
+    busy_seconds: float = 0.0
+    """Seconds spent in steps that ran a call."""
+
+
+class Engine(Protocol):
+    """Samples for many requests at once, step by step.
+
+    ``prepare`` may be called from any thread; everything else belongs to one thread.
+
+    Attributes:
+        version: the policy version served; None before the first ``swap``.
+        counters: totals since the start.
+    """
+
+    version: int | None
+    counters: Counters
+
+    @property
+    def running(self) -> int:
+        """Requests that are being sampled for."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place among these."""
+        ...
+
+    @property
+    def compilations_after_warm_up(self) -> int:
+        """Anything but 0 is a fault."""
+        ...
+
+    def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
+        """Queue a request; returns the number under which ``step`` reports it.
+
+        Args:
+            tokens: the prompt.
+            params: how to sample.
+            asked_at: when the request's deadline began to count, in seconds of ``time.monotonic``; None: now.
+
+        Raises:
+            RequestError: the request can never be served.
+            SamplerError: no version is held yet.
+        """
+        ...
+
+    def abort(self, number: int) -> None:
+        """End a request; ``step`` reports it with what was sampled. An ended one is left alone."""
+        ...
+
+    def prepare(self, weights: Mapping[str, np.ndarray]) -> list[jax.Array]:
+        """Check ``weights`` and bring them to the device, beside whatever the engine is doing.
+
+        Raises:
+            UpdateError: names, shapes or dtypes do not fit the model, or a value is not finite.
+        """
+        ...
+
+    def swap(self, version: int, leaves: list[jax.Array]) -> int:
+        """Serve prepared weights as ``version`` from the next step on; returns the version now served.
+
+        A version that is not newer than the one held changes nothing.
+
+        Raises:
+            UpdateError: ``version`` is no version.
+        """
+        ...
+
+    def step(self) -> list[tuple[int, Generation]]:
+        """Run one call; returns the requests that ended, each under its number.
+
+        Raises:
+            SamplerError: the engine can serve nobody any more.
+        """
+        ...
+
+
+class EngineSampler:
+    """Keeps the sampler contract with an engine; see ``actors.samplers.contract.Sampler``.
+
+    A plain class: ``ray.remote`` makes an actor of a subclass. As one it wants ``max_concurrency`` above the number
+    of its callers' requests, lest an update queue behind generations:
+    ``ray.remote(max_concurrency=1000, concurrency_groups={"health": 1})(LocalSampler)``, and
+    ``actor.health.options(concurrency_group="health")`` for a health check that waits for nobody.
+    """
+
+    def __init__(self, engine: Engine, *, on_update: OnUpdate | str, name: str) -> None:
+        """Start the engine's thread: constructed means ready for ``update``.
+
+        Args:
+            engine: warmed up; it belongs to the sampler from now on.
+            on_update: under ``drain`` an update waits for the requests before it, and those after it for the update;
+                anything else is the engine's business.
+            name: shown in errors and status.
+        """
+        self.name = name
+        self._engine = engine
+        self._drains = OnUpdate(on_update) is OnUpdate.DRAIN
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._inbox: deque[_Errand | _Abort] = deque()
+        self._accepted: dict[int, _Sample] = {}
+        self._failure: SamplerError | None = None
+        self._closing = False
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-engine", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+    async def generate(self, tokens: Tokens, params: SamplingParams) -> Generation:
+        """Sample a continuation of ``tokens`` (int32[P]); cancelling the call aborts the request.
+
+        Raises:
+            RequestError: the request is malformed or longer than the context.
+            SamplerError: no version is held yet, or the engine failed.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Generation] = loop.create_future()
+        sample = _Sample(loop, partial(_resolve, future), tokens, params)
+        self._post(sample)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._post(_Abort(sample))
+            raise
+
+    async def generate_many(
+        self, requests: Sequence[tuple[Tokens, SamplingParams]]
+    ) -> AsyncIterator[list[tuple[int, Outcome]]]:
+        """As ``Sampler.generate_many``: one call for several prompts, answers as they are done."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
+        samples = [
+            _Sample(loop, partial(_enqueue, ended, index), tokens, params)
+            for index, (tokens, params) in enumerate(requests)
+        ]
+        self._post(*samples)
+        open_indices = set(range(len(samples)))
+        try:
+            while open_indices:
+                batch = [await ended.get()]
+                while not ended.empty():
+                    batch.append(ended.get_nowait())
+                open_indices.difference_update(index for index, _ in batch)
+                yield batch
+        finally:
+            if open_indices:
+                self._post(*(_Abort(samples[index]) for index in open_indices))
+
+    async def update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
+        """Serve ``weights`` (Hugging Face tensor names) as ``version`` from the next step on.
+
+        The weights are checked and brought to the device beside the running requests; only the swap itself
+        happens between two steps.
+
+        Returns:
+            The version now served: ``version``, or a newer one already held.
+
+        Raises:
+            UpdateError: names, shapes or dtypes do not fit; the old version goes on serving.
+            SamplerError: the engine failed.
+        """
+        leaves = await asyncio.to_thread(self._engine.prepare, weights)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[int] = loop.create_future()
+        self._post(_Swap(loop, partial(_resolve, future), version, leaves))
+        return await future
+
+    async def status(self) -> dict[str, Any]:
+        """Version, requests in flight, totals since the start; rates are differences of two readings."""
+        engine, counters = self._engine, self._engine.counters
+        return {
+            "name": self.name,
+            "version": engine.version,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "tokens_sampled": counters.tokens_sampled,
+            "tokens_prefilled": counters.tokens_prefilled,
+            "tokens_reused": counters.tokens_reused,
+            "calls": counters.calls,
+            "busy_seconds": counters.busy_seconds,
+            "tokens_per_busy_second": counters.tokens_sampled / max(counters.busy_seconds, 1e-9),
+            "compilations_after_warmup": engine.compilations_after_warm_up,
+            "failure": str(self._failure) if self._failure else None,
+        }
+
+    async def health(self) -> dict[str, Any]:
+        """Whether the engine serves, and for how long it has owed an answer without finishing a step.
+
+        Safe to call from another event loop: give it a concurrency group of its own in an actor.
+        """
+        owing = bool(self._inbox or self._accepted)
+        return {
+            "alive": self._failure is None and self._thread.is_alive(),
+            "stalled_seconds": time.monotonic() - self._progress_at if owing else 0.0,
+        }
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """Stop the engine; requests in flight fail with SamplerError.
+
+        Raises:
+            TimeoutError: the engine did not finish its step in time.
+        """
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"sampler {self.name}: the engine did not end its step within {timeout_seconds:.0f} s; "
+                "end the process instead"
+            )
+
+    def _post(self, *errands: _Errand | _Abort) -> None:
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._inbox.extend(errands)
+        if failure is None:
+            self._wake.set()
+        else:
+            _deliver([(errand, failure) for errand in errands if isinstance(errand, _Errand)])
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        try:
+            while not self._closing:
+                if not (self._busy or self._inbox):
+                    self._wake.wait()
+                    self._progress_at = time.monotonic()
+                self._wake.clear()
+                _deliver(self._take_in())
+                ended = self._engine.step()
+                _deliver([(self._accepted.pop(number), generation) for number, generation in ended])
+                self._progress_at = time.monotonic()
+            self._fail(SamplerError(f"sampler {self.name} was closed; send requests to another one"))
+        except Exception as error:
+            _log.exception("sampler %s: the engine failed", self.name)
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(SamplerError(f"sampler {self.name}: the engine failed ({reason}); restart the sampler"))
+
+    def _take_in(self) -> list[tuple[_Errand, Any]]:
+        """Give the engine what is in the inbox; returns the answers that are known at once."""
+        answers: list[tuple[_Errand, Any]] = []
+        while self._inbox:
+            if self._drains and self._busy and isinstance(self._inbox[0], _Swap):
+                self._hear_aborts()
+                break
+            match self._inbox.popleft():
+                case _Sample() as sample:
+                    try:
+                        sample.number = self._engine.submit(sample.tokens, sample.params, asked_at=sample.asked_at)
+                        self._accepted[sample.number] = sample
+                    except (RequestError, SamplerError) as error:
+                        answers.append((sample, error))
+                case _Swap() as swap:
+                    try:
+                        answers.append((swap, self._engine.swap(swap.version, swap.leaves)))
+                    except UpdateError as error:
+                        answers.append((swap, error))
+                case _Abort(sample):
+                    if sample.number is not None:
+                        self._engine.abort(sample.number)
+        return answers
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._engine.running or self._engine.waiting)
+
+    def _hear_aborts(self) -> None:
+        """Take what was aborted out of the inbox and the engine, whatever else has to wait for its turn."""
+        with self._lock:
+            aborted = [errand.sample for errand in self._inbox if isinstance(errand, _Abort)]
+            self._inbox = deque(
+                errand for errand in self._inbox if not isinstance(errand, _Abort) and errand not in aborted
+            )
+        for sample in aborted:
+            if sample.number is not None:
+                self._engine.abort(sample.number)
+
+    def _fail(self, error: SamplerError) -> None:
+        """Answer everyone with ``error``, now and from now on."""
+        with self._lock:
+            self._failure = error
+            left = [errand for errand in self._inbox if isinstance(errand, _Errand)]
+            self._inbox.clear()
+        left += self._accepted.values()
+        self._accepted.clear()
+        _deliver([(errand, error) for errand in left])
+
+
+def _deliver(answers: list[tuple[Any, Any]]) -> None:
+    """Bring answers to their event loops, one call for each loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Errand, Any]]] = defaultdict(list)
+    for errand, outcome in answers:
+        by_loop[errand.loop].append((errand, outcome))
+    for loop, theirs in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_deliver_all, theirs)
+        except RuntimeError:
+            _log.info("dropped %d answers: the event loop of their callers is closed", len(theirs))
+
+
+def _deliver_all(answers: list[tuple[_Errand, Any]]) -> None:
+    for errand, outcome in answers:
+        errand.deliver(outcome)
+
+
+def _resolve(future: asyncio.Future[Any], outcome: Any) -> None:
+    if future.done():  # cancelled by its caller
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _enqueue(ended: asyncio.Queue[tuple[int, Outcome]], index: int, outcome: Outcome) -> None:
+    ended.put_nowait((index, outcome))
