@@ -7,16 +7,22 @@ PLAN_VENV := .venv-plan
 PLANS ?= $(wildcard configs/plan/*.yaml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow plan test-plan lint format clean
+.PHONY: help setup setup-sampler run run-sglang test test-slow plan test-plan lint format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.run-installed ## make .venv and install what a run needs
 	@echo "headrace: $(VENV) is ready; make run trains the quickstart"
 
 run: $(VENV)/.run-installed ## train and evaluate the quickstart (CONFIG=... for another configuration)
 	@$(BIN)/headrace train $(CONFIG)
+
+setup-sampler: $(VENV)/.sampler-installed ## the same, and SGLang-Jax
+	@echo "headrace: $(VENV) is ready; make run-sglang trains the quickstart with SGLang-Jax"
+
+run-sglang: $(VENV)/.sampler-installed ## train and evaluate the quickstart with SGLang-Jax as its sampler
+	@$(BIN)/headrace train $(CONFIG) sampler.kind=sglang_jax
 
 test: $(VENV)/.dev-installed ## run the test suite
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest
@@ -44,18 +50,24 @@ clean: ## remove what make made: the environment and the caches; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second `make` instant, and a changed pyproject.toml or constraints.txt install anew.
-# A development environment is a superset, so its stamp stands for both.
+# A development environment is a superset, so its stamp stands for all three.
 $(VENV)/.run-installed: pyproject.toml constraints.txt $(VENV)/.created
 	@echo "headrace: installing what a run needs into $(VENV) (a few minutes the first time)"
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --prerelease if-necessary-or-explicit \
 	    --constraints constraints.txt --editable '.[cpu]'
 	@touch $@
 
+$(VENV)/.sampler-installed: pyproject.toml constraints.txt $(VENV)/.created
+	@echo "headrace: installing SGLang-Jax and what a run needs into $(VENV) (a few minutes the first time)"
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --prerelease if-necessary-or-explicit \
+	    --constraints constraints.txt --editable '.[cpu,sampler]'
+	@touch $(VENV)/.run-installed $@
+
 $(VENV)/.dev-installed: pyproject.toml constraints.txt $(VENV)/.created
 	@echo "headrace: installing what the tests need into $(VENV) (a few minutes the first time)"
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --prerelease if-necessary-or-explicit \
-	    --constraints constraints.txt --editable '.[cpu,dev]'
-	@touch $(VENV)/.run-installed $@
+	    --constraints constraints.txt --editable '.[cpu,sampler,dev]'
+	@touch $(VENV)/.run-installed $(VENV)/.sampler-installed $@
 
 $(VENV)/.created: .python-version
 	@echo "headrace: making a Python environment in $(VENV)"

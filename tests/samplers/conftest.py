@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampler_examples import Served, make_local
+from sampler_examples import Served, make_local, make_sglang_jax
 
-MAKERS: dict[str, Callable[[], Any]] = {"local": make_local}
+MAKERS: dict[str, Callable[[], Any]] = {"local": make_local, "sglang_jax": make_sglang_jax}
 
 
 @pytest.fixture(scope="session", params=list(MAKERS))

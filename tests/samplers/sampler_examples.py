@@ -6,7 +6,10 @@ Not in ``conftest.py``, whose name every test folder has: modules import what th
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +19,9 @@ from flax import nnx
 
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
 from actors.samplers.local import LocalSampler
+from actors.samplers.sglang.sampler import SglangJaxSampler
 from learner.models.attention import attend_packed
-from learner.models.config import ModelConfig
+from learner.models.config import ModelConfig, write_config
 from learner.models.weights import abstract_model, from_hf, to_hf
 
 CONTEXT = 160
@@ -29,7 +33,7 @@ CONFIG = ModelConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=16,
+    head_dim=128,  # SGLang-Jax serves multiples of it
     max_position_embeddings=CONTEXT,
 )
 
@@ -115,6 +119,23 @@ def _forward(params: nnx.State, tokens_RT: jax.Array, temperature: jax.Array) ->
     positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
     hidden_RTH, _ = model(tokens_RT, positions_RT, attend_packed(jnp.ones_like(tokens_RT)))
     return jax.nn.log_softmax(hidden_RTH @ model.output_VH.T / temperature, axis=-1)
+
+
+def make_sglang_jax(**changes: Any) -> SglangJaxSampler:
+    folder = Path(tempfile.mkdtemp(prefix="headrace-model-"))
+    write_config(CONFIG, folder, eos_token_id=None)
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "slots": 8,
+        "context_length": CONTEXT,
+        "on_update": "recompute",
+        "seed": 0,
+        "name": "under-test",
+    }
+    try:
+        return SglangJaxSampler(**(arguments | changes))
+    finally:
+        shutil.rmtree(folder)
 
 
 def make_local(**changes: Any) -> LocalSampler:

@@ -1,0 +1,105 @@
+"""Repairs of SGLang-Jax 0.1.0rc0, each with its cause. They touch no other release: ``check_release`` comes first.
+
+What our way of running it does not meet is not repaired. Its overlapped schedule hands buffers to the device that the
+next step overwrites: it is off, and nothing outlives its step. A batch must not mix requests with and without
+log-probabilities: all ask for them. Its tokenizer manager repeats log-probabilities and loses track of aborted requests,
+and its loop spins when idle: neither runs here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actors.samplers.sglang.release import check_release
+
+_log = logging.getLogger(__name__)
+
+
+def correct_package() -> None:
+    """Repair the imported package, once for the process.
+
+    Raises:
+        ReleaseError: the release is not the one these repairs were written for.
+    """
+    check_release()
+    from sgl_jax.srt.layers import sampler
+    from sgl_jax.srt.managers.scheduler import Scheduler
+
+    sampler.top_k_top_p_min_p_sampling_from_probs_jax = draw
+    Scheduler.pause_generation = _pause_with_fresh_prefills(Scheduler.pause_generation)
+
+
+def correct_scheduler(scheduler: Any, context_length: int) -> None:
+    """Repair one scheduler, made for ``context_length`` tokens."""
+    # It keeps six positions of the context to itself, though the last token sampled needs no key.
+    scheduler.max_req_input_len = context_length - 1
+    scheduler.max_req_len = context_length + 1
+    # When a thread of it fails it sends SIGQUIT to its parent, which in a Ray actor is the node's raylet.
+    scheduler.parent_process = scheduler.tp_worker.parent_process = _NoParent()
+
+
+def draw(arguments: tuple[Any, ...], use_sort: bool) -> jax.Array:
+    """Sample one token for every row, from softmax(logits / temperature) exactly and by the row's own seed.
+
+    Takes the place of ``top_k_top_p_min_p_sampling_from_probs_jax``, whose seeded draw makes its noise of 24 bits of a
+    product hash and adds 1e-9 to every probability: it follows another distribution than the one whose
+    log-probabilities are reported, and neighbouring seeds are not independent. Its draw without seeds has one key
+    for the whole batch, so that a sample depends on who else is in it.
+
+    Args:
+        arguments: as the original: logits [B, V], then top_ks [B] at 2, positions [B] at 5, temperatures [B, 1] at 6
+            and sampling_seeds int32[B] at 7; top_k 1 means greedy.
+        use_sort: how the original finds the likeliest tokens; nothing here depends on it.
+
+    Returns:
+        int32[B], the tokens.
+    """
+    logits_BV, _, top_ks_B, _, _, positions_B, temperatures_B1, seeds_B, *_ = arguments
+    scaled_BV = logits_BV.astype(jnp.float32) / temperatures_B1
+
+    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0), seed.astype(jnp.uint32))
+        key = jax.random.fold_in(key, position.astype(jnp.uint32))
+        return jax.random.gumbel(key, (scaled_BV.shape[-1],), jnp.float32)
+
+    drawn_B = jnp.argmax(scaled_BV + jax.vmap(noise)(seeds_B, positions_B), axis=-1)
+    return jnp.where(top_ks_B == 1, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
+
+
+def _pause_with_fresh_prefills(pause: Any) -> Any:
+    """A ``pause_generation`` that does not lose what was prefilled in the step before.
+
+    The original retracts the running batch, then drops the last one; requests whose prompt ran in that one have not
+    joined the running batch yet and are never heard of again. It also leaves the emptied batch marked as full,
+    after which nothing is admitted any more.
+    """
+    if getattr(pause, "keeps_fresh_prefills", False):
+        return pause
+
+    def pause_generation(self: Any, request: Any) -> None:
+        last = self.last_batch
+        if request.mode == "retract" and last is not None and last.forward_mode.is_extend():
+            chunked = self._prepare_chunked_reqs_to_exclude()
+            last.filter_batch(chunked_req_to_exclude=chunked)
+            if not last.is_empty() and last is not self.running_batch:
+                if self.running_batch.is_empty():
+                    self.running_batch = last
+                else:
+                    self.running_batch.merge_batch(last)
+        pause(self, request)
+        for info in self.running_batch.reqs_info:
+            info.batch_is_full = False
+
+    pause_generation.keeps_fresh_prefills = True  # type: ignore[attr-defined]
+    return pause_generation
+
+
+class _NoParent:
+    """Hears the signal that the engine means for its parent; the engine's own failure is told by our thread."""
+
+    def send_signal(self, signal: int) -> None:
+        _log.error("SGLang-Jax asked to end its parent process with signal %d; it was not passed on", signal)
