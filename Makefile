@@ -22,7 +22,7 @@ setup-sampler: $(VENV)/.sampler-installed ## the same, and SGLang-Jax
 	@echo "headrace: $(VENV) is ready; make run-sglang trains the quickstart with SGLang-Jax"
 
 run-sglang: $(VENV)/.sampler-installed ## train and evaluate the quickstart with SGLang-Jax as its sampler
-	@$(BIN)/headrace train $(CONFIG) sampler.kind=sglang_jax
+	@$(BIN)/headrace train $(CONFIG) sampler.kind=sglang_jax sampler.slots=16
 
 test: $(VENV)/.dev-installed ## run the test suite
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest

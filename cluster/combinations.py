@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from actors.samplers.sglang.release import HEAD_DIM_MULTIPLE
+
 if TYPE_CHECKING:
     from cluster.config import Config
 
@@ -19,7 +21,15 @@ def check_combinations(config: Config) -> None:
     Raises:
         ValueError: one line that names an option, its value, what is expected and the remedy.
     """
-    for check in (_check_tasks, _check_lengths, _check_batch, _check_model, _check_objective, _check_buffer):
+    for check in (
+        _check_tasks,
+        _check_lengths,
+        _check_sampler,
+        _check_batch,
+        _check_model,
+        _check_objective,
+        _check_buffer,
+    ):
         check(config)
 
 
@@ -50,6 +60,49 @@ def _check_lengths(config: Config) -> None:
         raise ValueError(
             f"model.architecture.max_position_embeddings={architecture.max_position_embeddings}: expected at least "
             f"sampler.context_length={context}; raise it or lower the context length"
+        )
+
+
+SAMPLER_READS = {
+    "urls": ("sglang",),
+    "weights_folder": ("sglang",),
+    "replicas": ("local", "sglang_jax"),
+    "precision": ("sglang_jax",),
+    "tensor": ("sglang_jax",),
+}
+"""Kinds of sampler that read a setting."""
+
+
+def _check_sampler(config: Config) -> None:
+    sampler = config.sampler
+    for setting, kinds in SAMPLER_READS.items():
+        value, default = getattr(sampler, setting), type(sampler).model_fields[setting].default
+        if value != default and sampler.kind not in kinds:
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ValueError(
+                f"sampler.{setting}={shown}: sampler.kind={sampler.kind} does not read it; leave it out, or use "
+                f"sampler.kind={' or '.join(kinds)}"
+            )
+    if sampler.kind == "sglang":
+        for setting in ("urls", "weights_folder"):
+            if not getattr(sampler, setting):
+                raise ValueError(
+                    f"sampler.{setting}={'null' if setting == 'weights_folder' else '[]'}: sampler.kind=sglang needs "
+                    "the servers' addresses and a folder they share with the learner; set both"
+                )
+        if len(set(sampler.urls)) < len(sampler.urls):
+            raise ValueError(f"sampler.urls={list(sampler.urls)}: one is there twice; expected each server once")
+        if sampler.on_update == "continue":
+            raise ValueError(
+                "sampler.on_update=continue: sampler.kind=sglang cannot tell which token came from which version; "
+                "use recompute or drain"
+            )
+    shape = config.model.architecture
+    served = shape if sampler.kind == "sglang_jax" and config.model.path is None else None
+    if served is not None and served.head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(
+            f"model.architecture.head_dim={served.head_dim}: sampler.kind=sglang_jax serves multiples of "
+            f"{HEAD_DIM_MULTIPLE}; use one, or sampler.kind=local"
         )
 
 

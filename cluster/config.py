@@ -53,6 +53,17 @@ def _redis_url(url: str) -> str:
     return url
 
 
+def _http_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ValueError("expected the address of an SGLang server, such as http://gpu-0:30000")
+    return url.rstrip("/")
+
+
 REDACTED = "***"
 """Stands for a password wherever a configuration is printed or stored."""
 
@@ -111,10 +122,19 @@ class EnvironmentConfig(Section):
 
 
 class SamplerConfig(Section):
-    """The sampler pool: the learner's own transformer behind a continuous-batching engine."""
+    """The sampler pool: engines that sample tokens, ours or SGLang's."""
 
+    kind: Literal["local", "sglang_jax", "sglang"] = "local"
+    """The learner's own transformer behind a continuous-batching engine (``local``), SGLang-Jax in actors of ours
+    (``sglang_jax``), or SGLang servers that run already (``sglang``)."""
     replicas: Count = 1
-    """Number of samplers, each a process with its own copy of the weights."""
+    """Number of samplers, each a process with its own copy of the weights; under ``sglang`` there is one for each of
+    ``urls``."""
+    urls: tuple[Annotated[str, AfterValidator(_http_url)], ...] = ()
+    """SGLang servers, such as ``http://gpu-0:30000``; only ``sglang`` reads it, and needs it."""
+    weights_folder: AbsolutePath | None = None
+    """Folder, shared with the servers at ``urls``, in which they find new weights; only ``sglang`` reads it, and needs
+    it."""
     slots: Count = 64
     """Requests that one sampler serves at once, each in a slot of its cache of keys and values. With fewer slots than
     episodes in flight, an episode's next turn often finds its keys gone and computes them again."""
@@ -122,8 +142,14 @@ class SamplerConfig(Section):
     """Longest conversation in tokens, prompt and replies together."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits when training samples are drawn; evaluation is greedy."""
-    on_update: Literal["recompute", "continue"] = "recompute"
-    """What happens to cached keys when new weights arrive: compute them again, or keep those of the older version."""
+    on_update: Literal["recompute", "continue", "drain"] = "recompute"
+    """What happens to requests in flight when new weights arrive: their cached keys are computed again, or kept, or
+    the weights wait until they have ended. ``sglang`` cannot keep keys: it would not know which token came from which
+    version."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, activations and cache; ``local`` is always ``float32``, and a server has its own."""
+    tensor: Count = 1
+    """Devices that share the heads and the feed-forward channels of every layer; only ``sglang_jax`` reads it."""
     request_timeout_seconds: Seconds = 120.0
     """Longest that one generation may take, in seconds."""
     cpus: Cpus = 0.5

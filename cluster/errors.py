@@ -24,6 +24,7 @@ class ServiceDied(RuntimeError):
 _ELSEWHERE = (
     ("actors.chat", "ChatError"),
     ("actors.environments", "EnvironmentSetupError"),
+    ("actors.samplers.sglang.release", "ReleaseError"),
     ("buffer.errors", "BufferUnavailable"),
     ("buffer.errors", "FormatError"),
     ("buffer.errors", "NotOpen"),

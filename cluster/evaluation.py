@@ -13,7 +13,7 @@ import ray
 from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.errors import ConfigError
-from cluster.inputs import check_environment, check_model_folder
+from cluster.inputs import check_environment, check_model_folder, check_sampler
 from cluster.learner_actor import broadcast
 from cluster.services import start_samplers, start_workers
 from cluster.session import Stopped, session
@@ -127,6 +127,7 @@ def evaluate(config: Config) -> int:
         raise ConfigError("model.path=null: expected the folder of the model to evaluate, such as runs/NAME/model")
     check_environment(config)
     check_model_folder(config)
+    check_sampler(config)
     model, params = read_model(path)
     with ExitStack() as stack:
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from actors.chat import Chat
 from actors.environments import make
+from actors.samplers.sglang.release import check_model, check_release
 from actors.tokenizers import write_character_tokenizer
 from cluster.config import Config, WarmStartConfig
 from cluster.conversations import check_demonstrator, load_conversations
@@ -77,6 +78,21 @@ def check_adapter_folder(config: Config) -> None:
             f"model.lora.path={lora.path}: holds no adapter_config.json; expected a PEFT folder, such as the adapter/ "
             "of a run"
         )
+
+
+def check_sampler(config: Config) -> None:
+    """Find out whether SGLang-Jax is there and serves the model, if it is to sample; nothing of it is imported.
+
+    Raises:
+        ReleaseError: it is missing or another release, or does not serve the model at ``model.path``.
+        ModelError: there is no readable model.
+    """
+    if config.sampler.kind != "sglang_jax":
+        return
+    check_release()
+    if config.model.path is not None:
+        model = read_config(config.model.path)
+        check_model(model.model_type, model.head_dim)
 
 
 def check_warm_start(config: Config, warm_start: WarmStartConfig) -> None:

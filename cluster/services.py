@@ -14,6 +14,8 @@ import ray
 
 from actors.episode import Agent
 from actors.samplers.local import LocalSampler
+from actors.samplers.sglang.client import SglangClient
+from actors.samplers.sglang.sampler import SglangJaxSampler
 from actors.worker import RolloutWorker
 from buffer import Buffer, EmbeddedRedis, Limits, Order
 from cluster.config import Config
@@ -30,7 +32,8 @@ STORE_MEMORY_MARGIN = 256 << 20
 def cpus_of(config: Config) -> float:
     """CPUs that all actors of a training run ask for together."""
     learner, sampler, actors = config.learner, config.sampler, config.actors
-    return learner.processes * learner.cpus + sampler.replicas * sampler.cpus + actors.workers * actors.cpus
+    samplers = len(sampler.urls) or sampler.replicas
+    return learner.processes * learner.cpus + samplers * sampler.cpus + actors.workers * actors.cpus
 
 
 @contextmanager
@@ -87,24 +90,36 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
 def start_samplers(config: Config, run: str, model_folder: Path) -> dict[str, Any]:
     """Handles of new samplers by name; they compile before they answer."""
     settings = config.sampler
-    return {
-        name: ray.remote(LocalSampler)
-        .options(
+    count = len(settings.urls) or settings.replicas
+    handles = {}
+    for replica, name in enumerate(f"sampler-{i}" for i in range(count)):
+        kind, arguments = _sampler(config, replica)
+        actor = ray.remote(kind).options(
             name=f"{run}/{name}",
             num_cpus=settings.cpus,
             max_concurrency=WORKER_CALLS,
             runtime_env=actor_environment(settings.cpus),
         )
-        .remote(
+        handles[name] = actor.remote(
+            **arguments,
             model=model_folder,
             slots=settings.slots,
             context_length=settings.context_length,
             on_update=settings.on_update,
-            seed=config.run.seed * settings.replicas + replica,
+            seed=config.run.seed * count + replica,
             name=name,
         )
-        for replica, name in enumerate(f"sampler-{i}" for i in range(settings.replicas))
-    }
+    return handles
+
+
+def _sampler(config: Config, replica: int) -> tuple[type[Any], dict[str, Any]]:
+    """The class of a sampler of ``sampler.kind``, and the arguments that only it takes."""
+    settings = config.sampler
+    if settings.kind == "local":
+        return LocalSampler, {}
+    if settings.kind == "sglang_jax":
+        return SglangJaxSampler, {"dtype": settings.precision, "tensor": settings.tensor}
+    return SglangClient, {"url": settings.urls[replica], "weights_folder": settings.weights_folder}
 
 
 def start_workers(

@@ -12,6 +12,7 @@ def summarise_run(
     records: Sequence[Mapping[str, Any]],
     stats: Stats,
     *,
+    sampler_kind: str,
     staleness_limit: int,
     sampler_compilations: int,
     seconds: float,
@@ -21,6 +22,7 @@ def summarise_run(
     Args:
         records: of ``metrics.jsonl``; those of all starts of a resumed run.
         stats: of the buffer, at the end.
+        sampler_kind: ``sampler.kind``.
         staleness_limit: ``buffer.max_staleness``.
         sampler_compilations: of all samplers, after their warm-up.
         seconds: of this start, from the first to the last moment.
@@ -38,6 +40,7 @@ def summarise_run(
     after = next((e for e in reversed(evaluations) if e["step"] == last_step > 0), None)
     compared = [s["logprob_difference_max"] for s in steps if s["logprob_difference_tokens"]]
     return {
+        "sampler": sampler_kind,
         "success_before": before and before["success_mean"],
         "success_after": after and after["success_mean"],
         "episodes_evaluated": after["episodes"] if after else 0,

@@ -20,7 +20,7 @@ from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.errors import ServiceDied
 from cluster.evaluation import EvaluationRun, evaluate_policy
-from cluster.inputs import check_inputs
+from cluster.inputs import check_inputs, check_sampler
 from cluster.learner_gang import LearnerGang
 from cluster.monitor import Monitor
 from cluster.plots import plot_learning_curve
@@ -55,6 +55,7 @@ def train(config: Config) -> int:
     started = time.monotonic()
     settings = config.telemetry
     check_inputs(config)
+    check_sampler(config)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(config))
         display = stack.enter_context(open_display(settings.display, plain_every_seconds=settings.plain_every_seconds))
@@ -176,6 +177,7 @@ class TrainingRun:
         summary = summarise_run(
             records,
             self._monitor.stats,
+            sampler_kind=config.sampler.kind,
             staleness_limit=config.buffer.max_staleness,
             sampler_compilations=self._monitor.sampler_compilations,
             seconds=seconds,

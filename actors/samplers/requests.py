@@ -21,6 +21,17 @@ def drawn_seed(params: SamplingParams, random: np.random.Generator) -> int:
     return int(random.integers(LARGEST_SEED, dtype=np.uint64, endpoint=True))
 
 
+def folded_seed(seed: int) -> int:
+    """64 bits of seed in 32, all of which count, for engines that take no more.
+
+    Source: the finaliser of SplitMix64 (Steele et al. 2014).
+    """
+    seed = (seed + 0x9E3779B97F4A7C15) & LARGEST_SEED
+    seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & LARGEST_SEED
+    seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & LARGEST_SEED
+    return (seed ^ (seed >> 31)) >> 32
+
+
 def checked_prompt(tokens: Tokens, vocabulary: int, context_length: int) -> np.ndarray:
     """The prompt as int32[P].
 

@@ -93,7 +93,7 @@ def test_overrides_reach_the_last_word_over_the_file():
         ("buffer.slot_seconds=2e9", ("buffer.slot_seconds=2000000000.0", "expected at most 1000000")),
         ("buffer.max_attempts=1000001", ("buffer.max_attempts=1000001", "expected at most 1000000")),
         ("learner.lease_timeout_seconds=.inf", ("learner.lease_timeout_seconds=", "expected a finite number")),
-        ("sampler.kind=local", ('sampler.kind="local"', "no such key")),
+        ("sampler.sort=local", ('sampler.sort="local"', "no such key")),
         ("learner.mesh.pipeline=1", ("learner.mesh.pipeline=1", "no such key")),
         ("learner.steps", ("learner.steps", "expected key=value")),
         ("learner.steps=[1", ("learner.steps=[1", "not valid YAML")),

@@ -1,22 +1,42 @@
-"""The contract tests know nothing of the sampler behind ``served``: another joins as one more of ``MAKERS``."""
+"""The contract tests know nothing of the sampler behind ``served``: another joins as one more of ``KINDS``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
-from sampler_examples import Served, make_local, make_sglang_jax
+from sampler_examples import Served, make_local, make_sglang, make_sglang_jax
+from sglang_server import DocumentedServer
 
-MAKERS: dict[str, Callable[[], Any]] = {"local": make_local, "sglang_jax": make_sglang_jax}
+KINDS = ("local", "sglang_jax", "sglang")
 
 
-@pytest.fixture(scope="session", params=list(MAKERS))
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    sampler = MAKERS[request.param]()
-    yield Served(sampler)
-    sampler.close()
+@pytest.fixture(scope="session", params=KINDS)
+def served(request: pytest.FixtureRequest) -> Served:
+    return request.getfixturevalue(f"served_{request.param}")
+
+
+@pytest.fixture(scope="session")
+def served_local() -> Iterator[Served]:
+    with closing(make_local()) as sampler:
+        yield Served(sampler)
+
+
+@pytest.fixture(scope="session")
+def served_sglang_jax(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with closing(make_sglang_jax(tmp_path_factory.mktemp("sglang-jax"))) as sampler:
+        yield Served(sampler)
+
+
+@pytest.fixture(scope="session")
+def served_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with (
+        closing(DocumentedServer(make_local(name="server"))) as server,
+        closing(make_sglang(tmp_path_factory.mktemp("sglang"), server.url)) as sampler,
+    ):
+        yield Served(sampler)
 
 
 @pytest.fixture

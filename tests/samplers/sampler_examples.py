@@ -6,8 +6,6 @@ Not in ``conftest.py``, whose name every test folder has: modules import what th
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
 from actors.samplers.local import LocalSampler
+from actors.samplers.sglang.client import SglangClient
 from actors.samplers.sglang.sampler import SglangJaxSampler
 from learner.models.attention import attend_packed
 from learner.models.config import ModelConfig, write_config
@@ -121,21 +121,38 @@ def _forward(params: nnx.State, tokens_RT: jax.Array, temperature: jax.Array) ->
     return jax.nn.log_softmax(hidden_RTH @ model.output_VH.T / temperature, axis=-1)
 
 
-def make_sglang_jax(**changes: Any) -> SglangJaxSampler:
-    folder = Path(tempfile.mkdtemp(prefix="headrace-model-"))
+def write_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """A checkpoint folder of the model under test."""
     write_config(CONFIG, folder, eos_token_id=None)
+    save_file(make_weights(seed), folder / "model.safetensors")
+    return folder
+
+
+def make_sglang_jax(folder: Path, **changes: Any) -> SglangJaxSampler:
     arguments: dict[str, Any] = {
-        "model": folder,
+        "model": write_checkpoint(folder),
         "slots": 8,
         "context_length": CONTEXT,
         "on_update": "recompute",
         "seed": 0,
         "name": "under-test",
     }
-    try:
-        return SglangJaxSampler(**(arguments | changes))
-    finally:
-        shutil.rmtree(folder)
+    return SglangJaxSampler(**(arguments | changes))
+
+
+def make_sglang(folder: Path, url: str, **changes: Any) -> SglangClient:
+    (folder / "model").mkdir()
+    arguments: dict[str, Any] = {
+        "url": url,
+        "weights_folder": folder / "published",
+        "model": write_checkpoint(folder / "model"),
+        "slots": 64,
+        "context_length": CONTEXT,
+        "on_update": "recompute",
+        "seed": 0,
+        "name": "under-test",
+    }
+    return SglangClient(**(arguments | changes))
 
 
 def make_local(**changes: Any) -> LocalSampler:

@@ -50,19 +50,19 @@ def _finish(engine: Engine, *numbers: int) -> list[Generation]:
     raise AssertionError(f"only {sorted(ended)} of {sorted(numbers)} ended within 500 steps")
 
 
-def test_turns_and_siblings_reuse_keys(served: Served, random: np.random.Generator) -> None:
+def test_turns_and_siblings_reuse_keys(served_local: Served, random: np.random.Generator) -> None:
     prompt = random.integers(0, CONFIG.vocab_size, 90)
 
     async def group_then_a_second_turn() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        before = await served.sampler.status()
+        before = await served_local.sampler.status()
         params = SamplingParams(max_tokens=4)
-        members = await asyncio.gather(*(served.sampler.generate(prompt, params) for _ in range(8)))
-        between = await served.sampler.status()
+        members = await asyncio.gather(*(served_local.sampler.generate(prompt, params) for _ in range(8)))
+        between = await served_local.sampler.status()
         turns = [np.concatenate([prompt, member.tokens, [1, 2, 3]]) for member in members]
-        await asyncio.gather(*(served.sampler.generate(turn, params) for turn in turns))
-        return before, between, await served.sampler.status()
+        await asyncio.gather(*(served_local.sampler.generate(turn, params) for turn in turns))
+        return before, between, await served_local.sampler.status()
 
-    before, between, after = served.run(group_then_a_second_turn())
+    before, between, after = served_local.run(group_then_a_second_turn())
     assert between["tokens_reused"] - before["tokens_reused"] == 7 * 89
     assert between["tokens_prefilled"] - before["tokens_prefilled"] == 89
     # All but the last sampled token of each member had keys; it and three new ones follow, the last is sampled behind.
@@ -70,33 +70,33 @@ def test_turns_and_siblings_reuse_keys(served: Served, random: np.random.Generat
     assert after["tokens_prefilled"] - between["tokens_prefilled"] == 8 * 3
 
 
-def test_many_in_one_call_come_back_as_they_end(served: Served) -> None:
+def test_many_in_one_call_come_back_as_they_end(served_local: Served) -> None:
     requests = [([1, 2, 3], SamplingParams(max_tokens=length)) for length in (100, 1, 1, 2)]
     requests.insert(2, ([999], SamplingParams(max_tokens=1)))
 
     async def collect() -> list[list[tuple[int, Any]]]:
-        return [batch async for batch in served.sampler.generate_many(requests)]
+        return [batch async for batch in served_local.sampler.generate_many(requests)]
 
-    batches = served.run(collect())
+    batches = served_local.run(collect())
     outcomes = dict(pair for batch in batches for pair in batch)
     assert isinstance(outcomes.pop(2), RequestError)
     assert {index: len(generation.tokens) for index, generation in outcomes.items()} == {0: 100, 1: 1, 3: 1, 4: 2}
     assert [index for index, _ in batches[-1]] == [0]
 
 
-def test_leaving_many_early_aborts_the_rest(served: Served) -> None:
+def test_leaving_many_early_aborts_the_rest(served_local: Served) -> None:
     async def leave() -> dict[str, Any]:
-        calls = served.sampler.generate_many([([1], SamplingParams(max_tokens=n)) for n in (1, 150, 150)])
+        calls = served_local.sampler.generate_many([([1], SamplingParams(max_tokens=n)) for n in (1, 150, 150)])
         await anext(calls)
         await calls.aclose()
-        await served.sampler.generate([1], SamplingParams(max_tokens=2))
-        return await served.sampler.status()
+        await served_local.sampler.generate([1], SamplingParams(max_tokens=2))
+        return await served_local.sampler.status()
 
-    status = served.run(leave())
+    status = served_local.run(leave())
     assert (status["running"], status["waiting"]) == (0, 0)
 
 
-def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Engine, served: Served) -> None:
+def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Engine, served_local: Served) -> None:
     _publish(engine, make_weights(0))
     number = engine.submit([3] * 60, SamplingParams(max_tokens=30))
     for _ in range(10):
@@ -108,16 +108,16 @@ def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Eng
     assert engine.counters.tokens_prefilled == prefilled
 
     async def update_in_flight() -> tuple[Generation, dict[str, Any], dict[str, Any]]:
-        before = await served.sampler.status()
-        call = asyncio.ensure_future(served.sampler.generate([3] * 60, SamplingParams(max_tokens=90)))
-        await served.sampler.generate([4], SamplingParams(max_tokens=5))
-        await served.publish()
-        return await call, before, await served.sampler.status()
+        before = await served_local.sampler.status()
+        call = asyncio.ensure_future(served_local.sampler.generate([3] * 60, SamplingParams(max_tokens=90)))
+        await served_local.sampler.generate([4], SamplingParams(max_tokens=5))
+        await served_local.publish()
+        return await call, before, await served_local.sampler.status()
 
-    generation, before, after = served.run(update_in_flight())
+    generation, before, after = served_local.run(update_in_flight())
     assert len(np.unique(generation.versions)) == 2
     assert after["tokens_prefilled"] - before["tokens_prefilled"] > 59 + 59
-    assert served.worst_difference(np.array([3] * 60), generation) <= TOLERANCE
+    assert served_local.worst_difference(np.array([3] * 60), generation) <= TOLERANCE
 
 
 def test_continue_keeps_keys_for_their_own_request_and_no_later_one(

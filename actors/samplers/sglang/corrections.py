@@ -2,8 +2,8 @@
 
 What our way of running it does not meet is not repaired. Its overlapped schedule hands buffers to the device that the
 next step overwrites: it is off, and nothing outlives its step. A batch must not mix requests with and without
-log-probabilities: all ask for them. Its tokenizer manager repeats log-probabilities and loses track of aborted requests,
-and its loop spins when idle: neither runs here.
+log-probabilities: all ask for them. Its tokenizer manager repeats log-probabilities and loses track of aborted
+requests, and its loop spins when idle: neither runs here.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from actors.samplers.contract import (
     Tokens,
     UpdateError,
 )
-from actors.samplers.requests import check_params, checked_prompt, drawn_seed
+from actors.samplers.requests import check_params, checked_prompt, drawn_seed, folded_seed
 from actors.samplers.serving import Counters
 from actors.samplers.sglang.corrections import correct_package, correct_scheduler
 from actors.samplers.sglang.weights import WeightTable
@@ -39,6 +39,8 @@ _PREFILL_TOKENS = (64, 128, 256, 512)
 """Ladder of compiled prefill sizes; the last bounds how long decoding waits for a prefill."""
 _FEW_REQUESTS = 8
 """Requests of the smallest compiled decoding step."""
+_CACHED_PER_SLOT = 4
+"""Conversations of full length whose keys a CPU has room for, for each request that runs at once."""
 _NEVER_SECONDS = 1e9
 """The engine's watchdog ends processes; ``health`` says what it would have found."""
 
@@ -148,6 +150,7 @@ class SglangEngine:
         request = self._scheduler.waiting_queue[-1]
         # What ends a reply is the caller's business alone, not that of a generation_config.json.
         request.eos_token_ids = None
+        request.extra_key = str(self.version)
         accepted = time.monotonic() if asked_at is None else asked_at
         self._held[rid] = _Request(request, params, accepted + params.deadline_seconds)
         return number
@@ -181,6 +184,9 @@ class SglangEngine:
             self.version = version
             if self._on_update is OnUpdate.RECOMPUTE:
                 self._retract()
+            # Every version has a part of the prefix tree of its own: who has yet to prefill finds no older keys.
+            for request in self._scheduler.waiting_queue:
+                request.extra_key = str(version)
         return self.version
 
     def step(self) -> list[tuple[int, Generation]]:
@@ -318,7 +324,7 @@ def _asked(rid: str, prompt_P: np.ndarray, params: SamplingParams, seed: int) ->
         max_new_tokens=params.max_tokens,
         temperature=params.temperature,
         stop_token_ids=list(params.stop_tokens),
-        sampling_seed=_folded(seed),
+        sampling_seed=folded_seed(seed) - 2**31,  # it holds them as int32,
     )
     if params.temperature > 0:  # the engine takes temperatures below 1e-6 for greedy and forgets them
         wanted.temperature, wanted.top_k = params.temperature, 1 << 30
@@ -332,15 +338,6 @@ def _asked(rid: str, prompt_P: np.ndarray, params: SamplingParams, seed: int) ->
         return_output_logprob_only=True,
         top_logprobs_num=0,
     )
-
-
-def _folded(seed: int) -> int:
-    """64 bits in the engine's 32: the finaliser of SplitMix64 (Steele et al. 2014), so that all of them count."""
-    mask = 2**64 - 1
-    seed = (seed + 0x9E3779B97F4A7C15) & mask
-    seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & mask
-    return ((seed ^ (seed >> 31)) >> 32) - 2**31
 
 
 def _start(model: Path, dropped: list[str], slots: int, context_length: int, dtype: str, tensor: int) -> Any:
@@ -375,13 +372,13 @@ def _start(model: Path, dropped: list[str], slots: int, context_length: int, dty
         device=backend,
         tp_size=tensor,
         max_running_requests=slots,
-        max_total_tokens=slots * context_length,
+        # A TPU's memory is the engine's to divide; of a host's it takes what caches the conversations of some slots.
+        max_total_tokens=_CACHED_PER_SLOT * slots * context_length if backend == "cpu" else None,
         max_prefill_tokens=longest,
         chunked_prefill_size=longest,
         precompile_token_paddings=[tokens for tokens in _PREFILL_TOKENS if tokens >= slots],
         precompile_bs_paddings=sorted({min(rows, slots) for rows in (_FEW_REQUESTS, max(1, slots // 2), slots)}),
         disable_overlap_schedule=True,  # a step's tokens would be known one step later, under other weights perhaps
-        disable_radix_cache=True,
         enable_deterministic_sampling=True,
         grammar_backend="none",
         watchdog_timeout=_NEVER_SECONDS,

@@ -19,6 +19,35 @@ from actors.samplers.sglang.release import MODEL_TYPES, ReleaseError
 _TABLES = {model_type: f"_create_{model_type}_weight_mappings" for model_type in MODEL_TYPES}
 
 
+def check_weights(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Find out whether ``weights`` are those of the served model, whose tensors have ``shapes``.
+
+    Raises:
+        UpdateError: a tensor is missing, unknown, misshapen, not of floating point, or not finite.
+    """
+    if not isinstance(weights, Mapping) or not all(isinstance(value, np.ndarray) for value in weights.values()):
+        raise UpdateError("the weights are not arrays by name; expected a mapping of Hugging Face names to arrays")
+    for problem, names in (
+        ("is missing", sorted(shapes.keys() - weights.keys())),
+        ("is unknown to the served model", sorted(weights.keys() - shapes.keys())),
+    ):
+        if names:
+            raise UpdateError(
+                f"tensor {names[0]} {problem} ({len(names)} in all); publish the weights of the served model"
+            )
+    for name, shape in shapes.items():
+        value = weights[name]
+        if value.shape != shape:
+            raise UpdateError(
+                f"tensor {name} has shape {list(value.shape)}; expected {list(shape)}: publish the weights of the "
+                "served model"
+            )
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise UpdateError(f"tensor {name} is {value.dtype}; expected floating point")
+        if not np.isfinite(value).all():
+            raise UpdateError(f"tensor {name} holds values that are not finite; expected finite weights")
+
+
 class _Tensor(NamedTuple):
     """One tensor of a checkpoint and the leaf it becomes."""
 
@@ -31,11 +60,7 @@ class _Tensor(NamedTuple):
 
 
 class WeightTable:
-    """Which tensor is which leaf of one engine.
-
-    Attributes:
-        names: of the tensors of a checkpoint.
-    """
+    """Which tensor is which leaf of one engine."""
 
     def __init__(self, runner: Any) -> None:
         """Read the table of the model behind ``runner``, an engine's ``model_runner``.
@@ -61,11 +86,6 @@ class WeightTable:
                 f"{len(self._leaves)} parameters; expected one for each: use another model, or sampler.kind=local"
             )
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of a checkpoint's tensors."""
-        return frozenset(self._tensors)
-
     def zeros(self) -> dict[str, np.ndarray]:
         """Weights of the right shapes, all 0."""
         return {name: np.zeros(tensor.shape, np.float32) for name, tensor in self._tensors.items()}
@@ -76,7 +96,7 @@ class WeightTable:
         Raises:
             UpdateError: a tensor is missing, unknown, misshapen, not of floating point, or not finite.
         """
-        self._check(weights)
+        check_weights(weights, {name: tensor.shape for name, tensor in self._tensors.items()})
         leaves: list[Any] = [None] * len(self._leaves)
         for name, tensor in self._tensors.items():
             leaves[tensor.leaf] = self._leaf(tensor, weights[name])
@@ -97,29 +117,6 @@ class WeightTable:
         shape = tuple(self._leaves[leaf].shape)
         outputs_first = shape[::-1] if mapping.transpose else shape
         return _Tensor(leaf, (outputs_first[0] // copies, *outputs_first[1:]), mapping.transpose, copies)
-
-    def _check(self, weights: Mapping[str, np.ndarray]) -> None:
-        if not isinstance(weights, Mapping) or not all(isinstance(value, np.ndarray) for value in weights.values()):
-            raise UpdateError("the weights are not arrays by name; expected a mapping of Hugging Face names to arrays")
-        for problem, names in (
-            ("is missing", sorted(self.names - weights.keys())),
-            ("is unknown to the served model", sorted(weights.keys() - self.names)),
-        ):
-            if names:
-                raise UpdateError(
-                    f"tensor {names[0]} {problem} ({len(names)} in all); publish the weights of the served model"
-                )
-        for name, tensor in self._tensors.items():
-            value = weights[name]
-            if value.shape != tensor.shape:
-                raise UpdateError(
-                    f"tensor {name} has shape {list(value.shape)}; expected {list(tensor.shape)}: publish the weights "
-                    "of the model that is served"
-                )
-            if not jnp.issubdtype(value.dtype, jnp.floating):
-                raise UpdateError(f"tensor {name} is {value.dtype}; expected floating point")
-            if not np.isfinite(value).all():
-                raise UpdateError(f"tensor {name} holds values that are not finite; expected finite weights")
 
     def _leaf(self, tensor: _Tensor, value: np.ndarray) -> jax.Array:
         held = self._leaves[tensor.leaf]

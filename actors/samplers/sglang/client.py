@@ -1,0 +1,366 @@
+"""A sampler that is an SGLang server elsewhere, on GPUs as a rule, reached over HTTP.
+
+The server cannot say which token came from which weights, so no request is left running across
+an update: under ``recompute`` it is interrupted with what it has and asked for the rest
+afterwards, under ``drain`` it is waited for. Every token is then sampled under a known version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.samplers.contract import (
+    Generation,
+    OnUpdate,
+    Outcome,
+    RequestError,
+    SamplerError,
+    SamplingParams,
+    StopReason,
+    Tokens,
+    UpdateError,
+)
+from actors.samplers.requests import check_params, checked_prompt, drawn_seed, folded_seed
+from actors.samplers.sglang.checkpoints import PublishedCheckpoints
+from actors.samplers.sglang.server import Reply, SglangServer
+
+ABORT_SECONDS = 5.0
+"""How long an aborted request may take to answer with what it has; it is given up afterwards."""
+PAUSE_SECONDS = 1.0
+"""How long what a pause has ended may take to arrive; what does not is asked anew."""
+LOAD_SECONDS = 600.0
+"""Longest that a server may take to load new weights."""
+HEALTH_SECONDS = 5.0
+"""Longest that a server may take to say that it lives."""
+
+
+class SglangClient:
+    """Keeps the sampler contract with an SGLang server; see ``actors.samplers.contract.Sampler``.
+
+    A plain class; ``ray.remote`` makes it an actor. It has an event loop of its own, so callers may come from any.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        weights_folder: Path,
+        model: Path | str,
+        slots: int,
+        context_length: int,
+        on_update: OnUpdate | str,
+        seed: int,
+        name: str,
+    ) -> None:
+        """Start the client; nothing is asked of the server before ``update``.
+
+        Args:
+            url: of the server, which must serve the model's architecture.
+            weights_folder: folder that the server sees under the same path.
+            model: checkpoint folder of the model; shapes and vocabulary are read from it.
+            slots: requests that the server is given at once; others wait here.
+            context_length: most tokens of a request, prompt and sampled.
+            on_update: ``recompute`` or ``drain``.
+            seed: where requests without a seed of their own draw one from; servers honour seeds only under
+                ``--enable-deterministic-inference``.
+            name: shown in errors and status.
+
+        Raises:
+            ValueError: ``on_update`` is ``continue``.
+            SamplerError: ``model`` is no checkpoint folder.
+        """
+        self.name = name
+        self._on_update = OnUpdate(on_update)
+        if self._on_update is OnUpdate.CONTINUE:
+            raise ValueError(
+                f"on_update is {on_update}: a server cannot tell which token came from which version; "
+                "use recompute or drain"
+            )
+        self._server = SglangServer(url)
+        self._checkpoints = PublishedCheckpoints(Path(weights_folder), Path(model))
+        self._vocabulary = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
+        self._context_length = context_length
+        self._random = np.random.default_rng(seed)
+        self._version: int | None = None
+        self._tokens_sampled = self._calls = self._waiting = self._updates = 0
+        self._asked: dict[str, asyncio.Task[Reply]] = {}
+        """Requests that the server has, by name."""
+        self._updating = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Whether requests may be sent: not around an update."""
+        self._open.set()
+        self._places = asyncio.Semaphore(slots)
+        self._farewells: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name}-client", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"SglangClient({self.name})"
+
+    async def generate(self, tokens: Tokens, params: SamplingParams) -> Generation:
+        """As ``Sampler.generate``."""
+        return await self._within(self._generate(tokens, params))
+
+    async def generate_many(
+        self, requests: Sequence[tuple[Tokens, SamplingParams]]
+    ) -> AsyncIterator[list[tuple[int, Outcome]]]:
+        """As ``Sampler.generate_many``."""
+        tasks = {
+            asyncio.ensure_future(self.generate(tokens, params)): index
+            for index, (tokens, params) in enumerate(requests)
+        }
+        pending = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                yield [(tasks[task], _outcome(task)) for task in done]
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
+        """As ``Sampler.update``: the weights are written to ``weights_folder``, and the server is told to load them."""
+        return await self._within(self._update(version, weights))
+
+    async def status(self) -> dict[str, Any]:
+        """Version, requests in flight, totals since the start."""
+        return {
+            "name": self.name,
+            "version": self._version,
+            "running": len(self._asked),
+            "waiting": self._waiting,
+            "tokens_sampled": self._tokens_sampled,
+            "calls": self._calls,
+            "compilations_after_warmup": 0,  # nothing is compiled here, and a server does not tell
+            "failure": None,
+        }
+
+    async def health(self) -> dict[str, Any]:
+        """Whether the server answers."""
+        return {"alive": await self._within(self._server.healthy(HEALTH_SECONDS)), "stalled_seconds": 0.0}
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """End the requests in flight and the client; the server goes on.
+
+        Raises:
+            TimeoutError: the client did not end in time.
+        """
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(timeout_seconds)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_seconds)
+
+    async def _within[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` in the client's own loop; cancelling the caller cancels it."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return await asyncio.wrap_future(future)
+
+    async def _generate(self, tokens: Tokens, params: SamplingParams) -> Generation:
+        if self._version is None:
+            raise SamplerError("no policy version is held yet; publish weights with update before sampling")
+        prompt_P = checked_prompt(tokens, self._vocabulary, self._context_length)
+        check_params(params, self._vocabulary)
+        wanted = _Wanted(
+            prompt_P,
+            params,
+            most=min(params.max_tokens, self._context_length - len(prompt_P)),
+            seed=folded_seed(drawn_seed(params, self._random)) >> 1,
+            deadline=self._loop.time() + params.deadline_seconds,
+        )
+        self._waiting += 1
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(wanted.deadline):
+                        await self._open.wait()
+                        await self._places.acquire()
+                except TimeoutError:
+                    return wanted.generation(StopReason.ABORTED)
+                reason = await self._ask(wanted)
+                if reason is not None:
+                    return wanted.generation(reason)
+        finally:
+            self._waiting -= 1
+
+    async def _ask(self, wanted: _Wanted) -> StopReason | None:
+        """Ask the server for what is still wanted, in a place that is free again afterwards; None: there is a rest."""
+        try:
+            if not self._open.is_set():  # an update began while a place was waited for
+                return None
+            version, updates = self._held_version(), self._updates
+            self._waiting -= 1
+            try:
+                reply = await self._reply(wanted)
+            finally:
+                self._waiting += 1
+            wanted.take(reply, version)
+            self._calls += 1
+            self._tokens_sampled += len(reply.tokens)
+            reason = wanted.reason(reply, self._loop.time())
+            interrupted = not self._open.is_set() or self._updates > updates
+            if reason is None and not interrupted and not (reply.finish == "stop" and len(reply.tokens)):
+                raise SamplerError(
+                    f"the SGLang server at {self._server.url} ended a request with {reply.finish!r} on its own; "
+                    "expected its end, or an update"
+                )
+            return reason
+        finally:
+            self._places.release()
+
+    async def _reply(self, wanted: _Wanted) -> Reply:
+        """One answer of the server. Past the deadline, or if an update gives it up, what there is: nothing perhaps."""
+        rid = uuid.uuid4().hex
+        task = self._loop.create_task(self._server.generate(rid, wanted.known, wanted.sampling_params()))
+        self._asked[rid] = task
+        try:
+            await asyncio.wait({task}, timeout=wanted.deadline - self._loop.time())
+            if not task.done():
+                await self._abort(rid)
+                await asyncio.wait({task}, timeout=ABORT_SECONDS)
+        except asyncio.CancelledError:
+            farewell = self._loop.create_task(self._abort(rid))
+            self._farewells.add(farewell)
+            farewell.add_done_callback(self._farewells.discard)
+            raise
+        finally:
+            del self._asked[rid]
+            if not task.done():
+                task.cancel()
+        if task.cancelled() or not task.done():
+            return Reply(np.empty(0, np.int32), np.empty(0, np.float32), "abort")
+        return task.result()
+
+    async def _abort(self, rid: str) -> None:
+        with suppress(SamplerError):  # whoever waits for the request hears of a dead server
+            await self._server.abort(rid)
+
+    async def _update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
+        if not isinstance(version, int) or version < 0:
+            raise UpdateError(f"version is {version!r}; expected an integer of at least 0")
+        folder = await asyncio.to_thread(self._checkpoints.write, version, weights)
+        async with self._updating:
+            if self._version is not None and version <= self._version:
+                return self._version
+            self._open.clear()
+            self._updates += 1
+            try:
+                await self._quiesce()
+                held, self._version = self._version, None  # unless the server says what it holds, nobody knows
+                try:
+                    await self._server.update_weights(folder, version, LOAD_SECONDS)
+                except UpdateError:  # it went back to what it had
+                    self._version = held
+                    raise
+                self._version = version
+            finally:
+                try:
+                    await self._server.resume()
+                finally:
+                    self._open.set()
+            return version
+
+    async def _quiesce(self) -> None:
+        """Return when the server has no request of ours: later tokens come from later weights."""
+        if self._on_update is OnUpdate.RECOMPUTE:
+            await self._server.pause()
+            if self._asked:
+                # What came too late for the pause waits at the server until it is over: it is asked anew.
+                _, late = await asyncio.wait(self._asked.values(), timeout=PAUSE_SECONDS)
+                for task in late:
+                    task.cancel()
+        while self._asked:
+            await asyncio.wait(self._asked.values())
+            await asyncio.sleep(0)  # their callers take them out
+
+    def _held_version(self) -> int:
+        if self._version is None:
+            raise SamplerError(f"the SGLang server at {self._server.url} holds no known version; publish weights again")
+        return self._version
+
+    async def _end(self) -> None:
+        own = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not own]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """A request and what has been sampled for it so far.
+
+    Attributes:
+        prompt_P: int32.
+        params: how to sample.
+        most: most tokens to sample.
+        seed: 0..2**31-1.
+        deadline: in seconds of the loop's clock.
+        tokens_N, logprobs_N, versions_N: sampled so far.
+    """
+
+    prompt_P: np.ndarray
+    params: SamplingParams
+    most: int
+    seed: int
+    deadline: float
+    tokens_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    versions_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def known(self) -> np.ndarray:
+        """Prompt and what was sampled behind it."""
+        return np.concatenate([self.prompt_P, self.tokens_N])
+
+    def sampling_params(self) -> dict[str, Any]:
+        """In the words of the protocol; what a server's defaults might change is said."""
+        return {
+            "max_new_tokens": self.most - len(self.tokens_N),
+            "temperature": self.params.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(self.params.stop_tokens),
+            "ignore_eos": not self.params.stop_tokens,  # it would make a server ignore stop_token_ids, too
+            "sampling_seed": self.seed,
+        }
+
+    def take(self, reply: Reply, version: int) -> None:
+        """Append what was sampled under ``version``."""
+        self.tokens_N = np.concatenate([self.tokens_N, reply.tokens])
+        self.logprobs_N = np.concatenate([self.logprobs_N, reply.logprobs])
+        self.versions_N = np.concatenate([self.versions_N, np.full(len(reply.tokens), version, np.int32)])
+
+    def reason(self, reply: Reply, now: float) -> StopReason | None:
+        """Why the request is over; None if it is not: an update came between, or an end that only the server knows."""
+        if len(reply.tokens) and int(reply.tokens[-1]) in self.params.stop_tokens:
+            return StopReason.STOP
+        if len(self.tokens_N) >= self.most or reply.finish == "length":
+            return StopReason.LENGTH
+        return StopReason.ABORTED if now >= self.deadline else None
+
+    def generation(self, reason: StopReason) -> Generation:
+        """The answer to the caller."""
+        return Generation(self.tokens_N, self.logprobs_N, self.versions_N, reason)
+
+
+def _outcome(task: asyncio.Future[Generation]) -> Outcome:
+    try:
+        return task.result()
+    except (RequestError, SamplerError) as error:
+        return error
