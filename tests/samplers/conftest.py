@@ -8,7 +8,10 @@ from contextlib import closing
 import numpy as np
 import pytest
 from sampler_examples import Served, make_local, make_sglang, make_sglang_jax
+from sglang_engine import make_engine
 from sglang_server import DocumentedServer
+
+from actors.samplers.sglang.engine import SglangEngine
 
 KINDS = ("local", "sglang_jax", "sglang")
 
@@ -37,6 +40,12 @@ def served_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         closing(make_sglang(tmp_path_factory.mktemp("sglang"), server.url)) as sampler,
     ):
         yield Served(sampler)
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> SglangEngine:
+    """SGLang-Jax's, stepped by the tests themselves."""
+    return make_engine(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture
