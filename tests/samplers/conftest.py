@@ -34,11 +34,14 @@ def served_sglang_jax(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 @pytest.fixture(scope="session")
-def served_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with (
-        closing(DocumentedServer(make_local(name="server"))) as server,
-        closing(make_sglang(tmp_path_factory.mktemp("sglang"), server.url)) as sampler,
-    ):
+def documented() -> Iterator[DocumentedServer]:
+    with closing(DocumentedServer(make_local(name="server"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def served_sglang(documented: DocumentedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with closing(make_sglang(tmp_path_factory.mktemp("sglang"), documented.url)) as sampler:
         yield Served(sampler)
 
 

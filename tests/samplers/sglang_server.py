@@ -1,23 +1,30 @@
-"""A server in the shapes that SGLang documents, for what only its GPU server has.
+"""Servers for the HTTP client: SGLang-Jax's own, and one in the shapes that SGLang documents for what only a GPU has.
 
-What it answers was written down from docs/advanced_features/sglang_for_rl.md and docs/basic_usage/native_api.ipynb of
-sgl-project/sglang: pause, continue, abort, new weights from a folder. What it samples comes from our local engine, so
-that log-probabilities and versions can be checked all the way through the client.
+What the second answers was written down from docs/advanced_features/sglang_for_rl.md of sgl-project/sglang: pause,
+continue, abort, new weights from a folder. What it samples comes from our local engine, so that log-probabilities and
+versions can be checked all the way through the client.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientError, ClientSession, web
 from safetensors.numpy import load_file
 
 from actors.samplers.contract import Generation, RequestError, SamplingParams, StopReason, UpdateError
-from actors.samplers.local import LocalSampler
 from actors.samplers.serving import _Abort, _resolve, _Sample
 
 
@@ -30,7 +37,7 @@ class DocumentedServer:
         eos: token that ends a reply besides those asked for, as a model's own does; None for none.
     """
 
-    def __init__(self, sampler: LocalSampler) -> None:
+    def __init__(self, sampler: Any) -> None:
         """Serve what ``sampler`` samples; it is closed with the server."""
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.eos: int | None = None
@@ -158,3 +165,81 @@ class DocumentedServer:
         return web.json_response(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
+
+
+class SglangJaxServer:
+    """SGLang-Jax's own HTTP server, in a process of its own."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        """Serve the checkpoint folder ``model`` once ``wait`` returned."""
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        command = [sys.executable, "-m", "sgl_jax.launch_server", "--model-path", str(model), *_OPTIONS]
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, "--port", self.url.rpartition(":")[2]],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # paused, it ignores SIGTERM; the group is ended as a whole
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+
+    def wait(self, seconds: float = 270.0) -> None:
+        """Return when it answers."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(0.5)
+        raise AssertionError(f"the server did not come up: {self._log.read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """End it at once, as an out-of-memory killer does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+
+class ForwardingServer(DocumentedServer):
+    """SGLang-Jax's server with the one endpoint that it lacks: new weights, which are those it has, and a version."""
+
+    def __init__(self, url: str) -> None:
+        """Stand before the server at ``url``."""
+        self._behind = url
+        super().__init__(sampler=None)
+
+    def close(self) -> None:
+        """Cut every connection; the server behind goes on."""
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    async def _noted(self, handle: Any, request: web.Request) -> web.StreamResponse:
+        if request.path == "/update_weights_from_disk":
+            return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+        async with ClientSession() as session:
+            try:
+                async with session.post(
+                    self._behind + request.path, data=await request.read(), headers=_JSON
+                ) as answer:
+                    body, kind = await answer.read(), answer.content_type
+                    return web.Response(body=body, status=answer.status, content_type=kind)
+            except ClientError as error:
+                return web.Response(status=502, text=str(error))
+
+
+_JSON = {"Content-Type": "application/json"}
+_OPTIONS = [
+    *("--skip-tokenizer-init", "--skip-server-warmup", "--disable-overlap-schedule", "--disable-radix-cache"),
+    *("--device", "cpu", "--dtype", "float32", "--context-length", "160", "--host", "127.0.0.1", "--random-seed", "3"),
+    *("--max-running-requests", "8", "--max-total-tokens", "2560", "--max-prefill-tokens", "256"),
+    *("--chunked-prefill-size", "256", "--precompile-token-paddings", "64", "256", "--precompile-bs-paddings", "8"),
+    *("--grammar-backend", "none", "--log-level", "warning"),
+]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -32,13 +33,15 @@ class PublishedCheckpoints:
         self._shapes = _shapes(model)
 
     def write(self, version: int, weights: Mapping[str, np.ndarray]) -> Path:
-        """The folder of ``version``: a checkpoint with the served model's configuration. Repeating it changes nothing.
+        """The folder of ``version``: a checkpoint with the served model's configuration.
+
+        Its name holds a digest, so that samplers of one run share it, and no other weights are taken for these.
 
         Raises:
             UpdateError: the weights do not fit the served model.
         """
         check_weights(weights, self._shapes)
-        target = self._folder / f"version-{version:08d}"
+        target = self._folder / f"version-{version:08d}-{_digest(weights)}"
         if not target.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             staged = Path(tempfile.mkdtemp(prefix=".version-", dir=self._folder))
@@ -53,9 +56,24 @@ class PublishedCheckpoints:
                 os.rename(staged, target)
             except OSError:  # another sampler of the same run was first, with the same weights
                 shutil.rmtree(staged)
-        for old in sorted(self._folder.glob("version-*"))[:-_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        self._forget_old()
         return target
+
+    def _forget_old(self) -> None:
+        versions: dict[str, list[Path]] = {}
+        for path in sorted(self._folder.glob("version-*-*")):
+            versions.setdefault(path.name.split("-")[1], []).append(path)
+        for old in sorted(versions)[:-_KEPT]:
+            for path in versions[old]:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest(weights: Mapping[str, np.ndarray]) -> str:
+    digest = xxhash.xxh3_64()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(weights[name]).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _shapes(model: Path) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ Axes: P = prompt tokens, N = sampled tokens.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -33,6 +34,7 @@ from actors.samplers.contract import (
 from actors.samplers.requests import check_params, checked_prompt, drawn_seed, folded_seed
 from actors.samplers.serving import Counters
 from actors.samplers.sglang.corrections import correct_package, correct_scheduler
+from actors.samplers.sglang.release import check_model
 from actors.samplers.sglang.weights import WeightTable
 
 _PREFILL_TOKENS = (64, 128, 256, 512)
@@ -95,8 +97,10 @@ class SglangEngine:
             tensor: devices that share the heads and the feed-forward channels of every layer.
 
         Raises:
-            ReleaseError: another release than the corrected one, or a model with parameters that no tensor fills.
+            ReleaseError: another release than the corrected one, or a model that it does not serve.
         """
+        described = json.loads((model / "config.json").read_text())
+        check_model(described["model_type"], described.get("head_dim", 0))
         correct_package()
         self.version: int | None = None
         self.counters = Counters()
@@ -204,12 +208,13 @@ class SglangEngine:
             requests = [request for info in batch.reqs_info for request in info.reqs or ()]
             self._count(batch)
             scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            scheduler.last_batch = batch
             self._cache_misses += batch.cache_miss_count
             ended += self._record(requests)
             self.counters.busy_seconds += time.monotonic() - started
         else:
+            scheduler.last_batch = None
             scheduler.on_idle()
-        scheduler.last_batch = batch
         return ended + self._take_dropped()
 
     def _warm_up(self, slots: int) -> None:
@@ -342,7 +347,6 @@ def _asked(rid: str, prompt_P: np.ndarray, params: SamplingParams, seed: int) ->
 
 def _start(model: Path, dropped: list[str], slots: int, context_length: int, dtype: str, tensor: int) -> Any:
     """A scheduler with random weights and all shapes compiled; it writes to ``dropped`` whom it sends away."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     from sgl_jax.srt.managers.communication import CommunicationBackend
     from sgl_jax.srt.managers.io_struct import AbortReq
