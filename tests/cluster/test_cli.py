@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.tokenizers import write_character_tokenizer
 from cluster.errors import user_errors
 
 ROOT = Path(__file__).parent.parent.parent
@@ -16,7 +17,7 @@ def headrace(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproces
     return subprocess.run(
         [sys.executable, "-m", "cluster", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -46,6 +47,38 @@ def test_a_missing_file_is_one_line_and_status_2():
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "headrace: error: nowhere.yaml: no such file; expected a YAML configuration such as configs/quickstart.yaml"
+    ]
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_missing_sampler_is_one_line_and_status_2_before_anything_starts(command, tmp_path):
+    # An environment without it: its description is not found, whatever else is.
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'sglang-jax':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+    )
+    model = tmp_path / "model"
+    shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    shape |= {"num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 512}
+    model.mkdir()
+    raw = {"model_type": "qwen3", "vocab_size": write_character_tokenizer(model), **shape}
+    (model / "config.json").write_text(json.dumps(raw))
+    done = headrace(
+        command,
+        str(ROOT / "configs" / "quickstart.yaml"),
+        "sampler.kind=sglang_jax",
+        f"model.path={model}",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "headrace: error: sampler.kind=sglang_jax: sglang-jax is not installed; expected 0.1.0rc0: "
+        "make setup-sampler installs it, or use sampler.kind=local"
     ]
 
 

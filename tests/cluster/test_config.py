@@ -93,6 +93,8 @@ def test_overrides_reach_the_last_word_over_the_file():
         ("buffer.slot_seconds=2e9", ("buffer.slot_seconds=2000000000.0", "expected at most 1000000")),
         ("buffer.max_attempts=1000001", ("buffer.max_attempts=1000001", "expected at most 1000000")),
         ("learner.lease_timeout_seconds=.inf", ("learner.lease_timeout_seconds=", "expected a finite number")),
+        ("sampler.kind=vllm", ('sampler.kind="vllm"', "'local', 'sglang_jax' or 'sglang'")),
+        ("sampler.urls=[gpu-0:30000]", ("sampler.urls", "http://gpu-0:30000")),
         ("sampler.sort=local", ('sampler.sort="local"', "no such key")),
         ("learner.mesh.pipeline=1", ("learner.mesh.pipeline=1", "no such key")),
         ("learner.steps", ("learner.steps", "expected key=value")),
@@ -129,6 +131,32 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (
             ["learner.processes=2", "learner.mesh.data=2", "objective.advantage=reinforce"],
             ("objective.advantage=reinforce", "learner.processes=2", "mean of its own shard", "use gae or vtrace"),
+        ),
+        (["sampler.tensor=2"], ("sampler.tensor=2", "sampler.kind=local does not read it", "sampler.kind=sglang_jax")),
+        (["sampler.precision=bfloat16"], ("sampler.precision=bfloat16", "local does not read it")),
+        (["sampler.urls=[http://a:1]"], ("sampler.urls=['http://a:1']", "local does not read it", "kind=sglang")),
+        (["sampler.kind=sglang"], ("sampler.urls=[]", "sampler.kind=sglang needs", "set both")),
+        (["sampler.kind=sglang", "sampler.urls=[http://a:1]"], ("sampler.weights_folder=null", "set both")),
+        (
+            ["sampler.kind=sglang", "sampler.urls=[http://a:1,http://a:1]", "sampler.weights_folder=/w"],
+            ("sampler.urls=['http://a:1', 'http://a:1']", "twice"),
+        ),
+        (
+            [
+                "sampler.kind=sglang",
+                "sampler.urls=[http://a:1]",
+                "sampler.weights_folder=/w",
+                "sampler.on_update=continue",
+            ],
+            ("sampler.on_update=continue", "use recompute or drain"),
+        ),
+        (
+            ["sampler.kind=sglang", "sampler.urls=[http://a:1]", "sampler.weights_folder=/w", "sampler.replicas=2"],
+            ("sampler.replicas=2", "sglang does not read it"),
+        ),
+        (
+            ["sampler.kind=sglang_jax", "model.architecture.head_dim=64"],
+            ("model.architecture.head_dim=64", "multiples of 128"),
         ),
         (["learner.mesh.data=3"], ("learner.rows_per_microbatch=8", "multiple of 3")),
         (["model.architecture=null"], ("model.path=null", "model.architecture is null")),

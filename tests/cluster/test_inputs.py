@@ -7,10 +7,11 @@ import pytest
 
 from actors.chat import ChatError
 from actors.environments import EnvironmentSetupError
+from actors.samplers.sglang.release import ReleaseError
 from actors.tokenizers import write_character_tokenizer
 from cluster.config import Config, EnvironmentConfig
 from cluster.errors import ConfigError
-from cluster.inputs import check_environment, check_inputs, check_model_folder
+from cluster.inputs import check_environment, check_inputs, check_model_folder, check_sampler
 from cluster.loading import load_config
 from learner.models.config import ModelError
 
@@ -39,7 +40,7 @@ def conversations(folder: Path, *lines: object, count: int = 40) -> str:
     return f"model.warm_start.conversations={path}"
 
 
-def model_folder(folder: Path, **changes: int) -> str:
+def model_folder(folder: Path, **changes: int | str) -> str:
     """The override that names a model without weights."""
     raw = {"model_type": "qwen3", "vocab_size": write_character_tokenizer(folder), **SHAPE, **changes}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -52,6 +53,17 @@ def test_what_the_quickstart_reads_is_found():
 
 def test_a_model_and_conversations_that_fit_are_found(tmp_path):
     check_inputs(config(model_folder(tmp_path), conversations(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"model_type": "gemma2"}, "the model_type is gemma2"), ({"head_dim": 64}, "the model's head_dim is 64")],
+)
+def test_a_model_that_the_sampler_does_not_serve_is_refused(tmp_path, changes, said):
+    path = model_folder(tmp_path, **changes)
+    check_sampler(config(path))  # the local sampler serves it
+    with pytest.raises(ReleaseError, match=said):
+        check_sampler(config(path, "sampler.kind=sglang_jax"))
 
 
 @pytest.mark.parametrize(

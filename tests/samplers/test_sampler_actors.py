@@ -1,0 +1,69 @@
+"""Samplers as the cluster runs them: Ray actors, whose processes may die at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Reference, make_weights, write_checkpoint
+
+from actors.routing import RemoteSampler
+from actors.samplers.contract import Generation, SamplerError, SamplingParams
+from actors.samplers.local import LocalSampler
+from actors.samplers.sglang.sampler import SglangJaxSampler
+from cluster.learner_actor import broadcast
+from learner.publisher import BroadcastError
+
+SAMPLERS = {"local": LocalSampler, "sglang_jax": SglangJaxSampler}
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_an_actor_samples_and_fails_everyone_once_when_its_process_is_killed(
+    local_ray: None, tmp_path: Path, kind: str
+) -> None:
+    make: Any = ray.remote(num_cpus=0, max_concurrency=1000)(SAMPLERS[kind])
+    actor = make.remote(
+        model=write_checkpoint(tmp_path),
+        slots=2,
+        context_length=CONTEXT,
+        on_update="recompute",
+        seed=0,
+        name="sampler-0",
+    )
+    broadcast({"sampler-0": actor}, 250.0, 0, make_weights(0))
+    prompt = np.arange(10) % CONFIG.vocab_size
+
+    async def use() -> tuple[Generation, list[Any]]:
+        sampler = RemoteSampler("sampler-0", actor)
+        generation = await sampler.generate(prompt, SamplingParams(max_tokens=20))
+        calls = [asyncio.ensure_future(sampler.generate(prompt, SamplingParams(max_tokens=150))) for _ in range(8)]
+        while not (await actor.status.remote())["running"]:
+            await asyncio.sleep(0.01)
+        update = asyncio.ensure_future(asyncio.to_thread(broadcast, {"sampler-0": actor}, 60.0, 1, make_weights(1)))
+        os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+        return generation, await asyncio.gather(*calls, update, return_exceptions=True)
+
+    generation, outcomes = asyncio.run(asyncio.wait_for(use(), 120))
+    assert Reference({0: make_weights(0)}).worst_difference(prompt, generation) <= TOLERANCE
+    *failures, _ = outcomes  # the update may have been acknowledged before
+    assert any(isinstance(failure, SamplerError) for failure in failures)
+    for failure in failures:
+        assert isinstance(failure, Generation | SamplerError)
+        assert "\n" not in str(failure)
+    with pytest.raises(BroadcastError, match="sampler-0 did not take version 2"):
+        broadcast({"sampler-0": actor}, 60.0, 2, make_weights(2))
