@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +39,40 @@ CONFIG = ModelConfig(
 )
 
 
-def make_weights(seed: int) -> dict[str, np.ndarray]:
+def make_weights(seed: int, config: ModelConfig = CONFIG) -> dict[str, np.ndarray]:
     """Random weights whose distributions are far from uniform, and differ between seeds."""
     random = np.random.default_rng(seed)
 
-    def draw(shape: tuple[int, ...]) -> np.ndarray:
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith(".bias"):
+            return random.standard_normal(shape, np.float32)
         if len(shape) == 1:  # the scale of a norm
             return np.full(shape, 2.0, np.float32)
         return random.standard_normal(shape, np.float32) * np.float32((2.0 / shape[1]) ** 0.5)
 
-    return {name: draw(shape) for name, shape in _SHAPES.items()}
+    return {name: draw(name, shape) for name, shape in _shapes(config).items()}
 
 
-_SHAPES = {
-    name: array.shape
-    for name, array in to_hf(
-        CONFIG, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_model(CONFIG)[1])
-    ).items()
-}
+@lru_cache
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_model(config)[1])
+    return {name: array.shape for name, array in to_hf(config, zeros).items()}
 
 
 class Reference:
     """A plain forward pass over the weights of every version."""
 
-    def __init__(self, weights: dict[int, dict[str, np.ndarray]]) -> None:
+    def __init__(self, weights: dict[int, dict[str, np.ndarray]], config: ModelConfig = CONFIG) -> None:
         self.weights = weights
+        self.config = config
 
     def reference(self, version: int, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """log p(next token | tokens so far), float32[T, V], by one forward pass over the whole sequence."""
         padded = np.zeros((1, CONTEXT), np.int32)
         padded[0, : len(tokens)] = tokens
-        logprobs_RTV = _forward(from_hf(CONFIG, self.weights[version]), padded, np.float32(temperature or 1.0))
+        logprobs_RTV = _forward(
+            self.config, from_hf(self.config, self.weights[version]), padded, np.float32(temperature or 1.0)
+        )
         return np.asarray(logprobs_RTV)[0, : len(tokens)]
 
     def worst_difference(self, prompt: np.ndarray, generation: Generation, temperature: float = 1.0) -> float:
@@ -113,18 +117,18 @@ class Served(Reference):
         return None
 
 
-@jax.jit
-def _forward(params: nnx.State, tokens_RT: jax.Array, temperature: jax.Array) -> jax.Array:
-    model = nnx.merge(abstract_model(CONFIG)[0], params)
+@partial(jax.jit, static_argnums=0)
+def _forward(config: ModelConfig, params: nnx.State, tokens_RT: jax.Array, temperature: jax.Array) -> jax.Array:
+    model = nnx.merge(abstract_model(config)[0], params)
     positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
     hidden_RTH, _ = model(tokens_RT, positions_RT, attend_packed(jnp.ones_like(tokens_RT)))
     return jax.nn.log_softmax(hidden_RTH @ model.output_VH.T / temperature, axis=-1)
 
 
-def write_checkpoint(folder: Path, seed: int = 0) -> Path:
-    """A checkpoint folder of the model under test."""
-    write_config(CONFIG, folder, eos_token_id=None)
-    save_file(make_weights(seed), folder / "model.safetensors")
+def write_checkpoint(folder: Path, config: ModelConfig = CONFIG) -> Path:
+    """A checkpoint folder of the model under test, with the weights of seed 0."""
+    write_config(config, folder, eos_token_id=None)
+    save_file(make_weights(0, config), folder / "model.safetensors")
     return folder
 
 

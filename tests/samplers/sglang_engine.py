@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sampler_examples import CONTEXT, make_weights, write_checkpoint
+from sampler_examples import CONFIG, CONTEXT, make_weights, write_checkpoint
 
 from actors.samplers.contract import Generation
 from actors.samplers.sglang.engine import SglangEngine
+from learner.models.config import ModelConfig
 
 SLOTS = 4
 
 
-def make_engine(folder: Path, **changes: Any) -> SglangEngine:
+def make_engine(folder: Path, config: ModelConfig = CONFIG, **changes: Any) -> SglangEngine:
     arguments: dict[str, Any] = {
         "slots": SLOTS,
         "context_length": CONTEXT,
@@ -22,7 +23,7 @@ def make_engine(folder: Path, **changes: Any) -> SglangEngine:
         "dtype": "float32",
         "tensor": 1,
     }
-    return SglangEngine(write_checkpoint(folder), **(arguments | changes))
+    return SglangEngine(write_checkpoint(folder, config), **(arguments | changes))
 
 
 def publish(engine: SglangEngine, seed: int) -> int:

@@ -62,6 +62,20 @@ def test_tokens_follow_the_stated_distribution(engine: SglangEngine, seeds: str)
     assert fit(draws(released, logits_V, seeds_B, 3), logits_V) < 1e-4, "the correction is needed no more"
 
 
+def test_the_rotary_frequencies_of_llama_3_1_are_used() -> None:
+    correct_package()
+    from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding, RotaryEmbedding
+
+    plain_F = RotaryEmbedding(128, 128, 8192, 500_000, True, jnp.float32)._inv_freq_np
+    stretched_F = Llama3RotaryEmbedding(128, 128, 8192, 500_000, True, jnp.float32, 8.0, 1.0, 4.0, 8192)._inv_freq_np
+    wavelength_F = 2 * np.pi / plain_F
+    np.testing.assert_allclose(stretched_F[wavelength_F < 8192 / 4], plain_F[wavelength_F < 8192 / 4], rtol=1e-6)
+    np.testing.assert_allclose(stretched_F[wavelength_F > 8192], plain_F[wavelength_F > 8192] / 8, rtol=1e-6)
+    between = (wavelength_F > 8192 / 4) & (wavelength_F < 8192)
+    assert between.any() and (stretched_F[between] < plain_F[between]).all()
+    assert (np.diff(stretched_F) < 0).all()
+
+
 def test_what_was_just_prefilled_survives_an_update(engine: SglangEngine) -> None:
     old = publish(engine, 0)
     number = engine.submit([3] * 20, SamplingParams(max_tokens=10))

@@ -14,7 +14,7 @@ from actors.samplers.contract import RequestError, SamplerError, SamplingParams,
 from actors.samplers.sglang.engine import SglangEngine
 from actors.samplers.sglang.release import ReleaseError
 from actors.samplers.sglang.sampler import SglangJaxSampler
-from learner.models.config import write_config
+from learner.models.config import RopeScaling, write_config
 
 
 def test_turns_reuse_keys_of_their_own_version_and_no_other(engine: SglangEngine, random: np.random.Generator) -> None:
@@ -134,6 +134,33 @@ def test_a_model_that_is_not_served_is_refused_before_anything_starts(tmp_path: 
     write_config(dataclasses.replace(CONFIG, head_dim=64), tmp_path, eos_token_id=None)
     with pytest.raises(ReleaseError, match="head_dim is 64"):
         SglangJaxSampler(model=tmp_path, slots=1, context_length=64, on_update="recompute", seed=0, name="sampler-0")
+
+
+FAMILIES = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "llama with long rope": {
+        "model_type": "llama",
+        "rope_scaling": RopeScaling("llama3", factor=8.0, original_max_position_embeddings=64),
+    },
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3 with 3 layers": {"num_hidden_layers": 3, "num_key_value_heads": 4, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_every_family_equal_an_independent_forward_pass(
+    tmp_path: Path, random: np.random.Generator, family: str
+) -> None:
+    config = dataclasses.replace(CONFIG, **FAMILIES[family])  # type: ignore[arg-type]
+    weights = make_weights(0, config)
+    engine = make_engine(tmp_path, slots=4, config=config)
+    engine.swap(0, engine.prepare(weights))
+    prompts = [random.integers(0, config.vocab_size, length) for length in (1, 30, 64, 100)]
+    numbers = [engine.submit(prompt_P, SamplingParams(max_tokens=20, temperature=0.7)) for prompt_P in prompts]
+    reference = Reference({0: weights}, config)
+    for prompt_P, generation in zip(prompts, finish(engine, numbers), strict=True):
+        assert reference.worst_difference(prompt_P, generation, 0.7) <= TOLERANCE
 
 
 def test_weights_that_overflow_end_the_engine_with_a_reason(continuing: SglangEngine) -> None:

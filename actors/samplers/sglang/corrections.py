@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from actors.samplers.sglang.release import check_release
 
@@ -27,9 +28,11 @@ def correct_package() -> None:
     """
     check_release()
     from sgl_jax.srt.layers import sampler
+    from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding
     from sgl_jax.srt.managers.scheduler import Scheduler
 
     sampler.top_k_top_p_min_p_sampling_from_probs_jax = draw
+    Llama3RotaryEmbedding.__init__ = _stretched(Llama3RotaryEmbedding.__init__)
     Scheduler.pause_generation = _pause_with_fresh_prefills(Scheduler.pause_generation)
 
 
@@ -77,7 +80,7 @@ def _pause_with_fresh_prefills(pause: Any) -> Any:
     joined the running batch yet and are never heard of again. It also leaves the emptied batch marked as full,
     after which nothing is admitted any more.
     """
-    if getattr(pause, "keeps_fresh_prefills", False):
+    if hasattr(pause, "corrects"):
         return pause
 
     def pause_generation(self: Any, request: Any) -> None:
@@ -94,8 +97,28 @@ def _pause_with_fresh_prefills(pause: Any) -> Any:
         for info in self.running_batch.reqs_info:
             info.batch_is_full = False
 
-    pause_generation.keeps_fresh_prefills = True  # type: ignore[attr-defined]
+    pause_generation.corrects = pause  # type: ignore[attr-defined]
     return pause_generation
+
+
+def _stretched(make: Any) -> Any:
+    """An ``__init__`` of ``Llama3RotaryEmbedding`` after which its frequencies are used.
+
+    It overrides a method that its base class calls no more, so that Llama 3.1 and later run with the frequencies of
+    Llama 3. Source of the formula: ``_compute_llama3_parameters`` of the Transformers library.
+    """
+    if hasattr(make, "corrects"):
+        return make
+
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        frequencies = self._inv_freq_np
+        turns = self.orig_max_position * frequencies / (2 * np.pi)  # within the original context
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        self._inv_freq_np = (frequencies * (kept + (1 - kept) / self.scaling_factor)).astype(np.float32)
+
+    init.corrects = make  # type: ignore[attr-defined]
+    return init
 
 
 class _NoParent:

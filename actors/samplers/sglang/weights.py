@@ -78,6 +78,7 @@ class WeightTable:
         self._tensors = {
             name: self._tensor(runner, name, mapping, positions[mapping.target_path])
             for name, mapping in mappings.items()
+            if mapping.target_path in positions  # Qwen2's table names a bias of the output that its model does not have
         }
         filled = sorted(tensor.leaf for tensor in self._tensors.values())
         if filled != list(range(len(self._leaves))):
