@@ -65,6 +65,18 @@ def test_trained_adapters_are_left_merged_and_by_themselves(train, tmp_path):
     assert "going on from the checkpoint of step 4" in again.stdout
 
 
+@pytest.mark.slow
+def test_a_run_samples_with_sglang_jax(train, tmp_path):
+    done = train("learner.steps=3", "run.name=other", "sampler.kind=sglang_jax", "sampler.slots=8")
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = read_summary(tmp_path / "other")
+    assert (summary["sampler"], summary["steps"]) == ("sglang_jax", 3)
+    assert summary["compilations_after_warmup"] == 0
+    assert summary["max_logprob_difference"] <= 1e-4
+    assert_groups_add_up(summary["groups"])
+    assert processes_naming(tmp_path) == []
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_trains_on_it(
     train, tmp_path, temperature

@@ -14,14 +14,18 @@ import numpy as np
 import pytest
 import ray
 from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Reference, make_weights, write_checkpoint
+from sglang_server import DocumentedServer
 
 from actors.routing import RemoteSampler
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
 from actors.samplers.local import LocalSampler
 from actors.samplers.sglang.sampler import SglangJaxSampler
 from cluster.learner_actor import broadcast
+from cluster.loading import load_config
+from cluster.services import start_samplers
 from learner.publisher import BroadcastError
 
+ROOT = Path(__file__).parents[2]
 SAMPLERS = {"local": LocalSampler, "sglang_jax": SglangJaxSampler}
 
 
@@ -67,3 +71,28 @@ def test_an_actor_samples_and_fails_everyone_once_when_its_process_is_killed(
         assert "\n" not in str(failure)
     with pytest.raises(BroadcastError, match="sampler-0 did not take version 2"):
         broadcast({"sampler-0": actor}, 60.0, 2, make_weights(2))
+
+
+def test_the_cluster_starts_a_client_for_every_url(
+    local_ray: None, documented: DocumentedServer, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    overrides = [
+        "sampler.kind=sglang",
+        f"sampler.urls=[{documented.url}]",
+        f"sampler.weights_folder={tmp_path / 'published'}",
+        "sampler.context_length=64",
+        "run.seed=3",
+    ]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    samplers = start_samplers(config, "run", write_checkpoint(tmp_path / "model"))
+    assert list(samplers) == ["sampler-0"]
+    broadcast(samplers, 60.0, 5, make_weights(5))
+
+    async def sample() -> Generation:
+        return await RemoteSampler("sampler-0", samplers["sampler-0"]).generate([1, 2], SamplingParams(max_tokens=99))
+
+    generation = asyncio.run(asyncio.wait_for(sample(), 60))
+    assert len(generation.tokens) == 62, "the context length is not the configured one"
+    assert set(generation.versions.tolist()) == {5}
+    assert Reference({5: make_weights(5)}).worst_difference(np.array([1, 2]), generation) <= TOLERANCE
