@@ -66,8 +66,11 @@ def test_trained_adapters_are_left_merged_and_by_themselves(train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_samples_with_sglang_jax(train, tmp_path):
-    done = train("learner.steps=3", "run.name=other", "sampler.kind=sglang_jax", "sampler.slots=8")
+    done = train(
+        "learner.steps=3", "run.name=other", "sampler.kind=sglang_jax", "sampler.slots=8", timeout=850
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     summary = read_summary(tmp_path / "other")
     assert (summary["sampler"], summary["steps"]) == ("sglang_jax", 3)

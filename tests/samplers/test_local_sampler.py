@@ -114,7 +114,10 @@ def test_continue_keeps_keys_across_an_update_and_recompute_does_not(engine: Eng
         await served_local.publish()
         return await call, before, await served_local.sampler.status()
 
-    generation, before, after = served_local.run(update_in_flight())
+    for _ in range(20):  # on a busy machine all tokens may be there before the weights are checked
+        generation, before, after = served_local.run(update_in_flight())
+        if len(np.unique(generation.versions)) == 2:
+            break
     assert len(np.unique(generation.versions)) == 2
     assert after["tokens_prefilled"] - before["tokens_prefilled"] > 59 + 59
     assert served_local.worst_difference(np.array([3] * 60), generation) <= TOLERANCE

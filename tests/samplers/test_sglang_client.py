@@ -47,12 +47,15 @@ def test_an_update_interrupts_requests_and_asks_for_the_rest(
         await served_sglang.publish()
         return await call
 
-    before = len(documented.asked)
-    generation = served_sglang.run(update_in_flight())
+    for _ in range(20):  # on a busy machine all tokens may be there before the weights are written
+        before = len(documented.asked)
+        generation = served_sglang.run(update_in_flight())
+        old = int((generation.versions < served_sglang.version).sum())
+        if old < 150:
+            break
     asked = [
         body for path, body in documented.asked[before:] if path == "/generate" and body["input_ids"][:3] == [1, 2, 3]
     ]
-    old = int((generation.versions < served_sglang.version).sum())
     assert 0 < old < len(generation.tokens) == 150
     assert asked[1]["input_ids"] == [1, 2, 3, *generation.tokens[:old].tolist()]
     assert asked[1]["sampling_params"]["max_new_tokens"] == 150 - old

@@ -100,7 +100,8 @@ class SglangEngine:
             ReleaseError: another release than the corrected one, or a model that it does not serve.
         """
         described = json.loads((model / "config.json").read_text())
-        check_model(described["model_type"], described.get("head_dim", 0))
+        head_dim = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+        check_model(described["model_type"], head_dim)
         correct_package()
         self.version: int | None = None
         self.counters = Counters()
