@@ -143,12 +143,12 @@ def load_table(
         shape = shapes[tensor.path]
         _check_shapes(tensor, shape, source)
         values[tensor.path] = jax.make_array_from_callback(
-            shape, placed.get(tensor.path, here), partial(_part, tensor, shape, source)
+            shape, placed.get(tensor.path, here), partial(read_part, tensor, shape, source)
         )
     return jax.tree.map_with_path(lambda path, _: values[parameter_path(path)], abstract)
 
 
-def _part(tensor: Tensor, shape: tuple[int, ...], source: Source, index: tuple[slice, ...]) -> np.ndarray:
+def read_part(tensor: Tensor, shape: tuple[int, ...], source: Source, index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that ``index`` names, float32, in memory of its own."""
     spans = [range(*span.indices(size)) for span, size in zip(index, shape, strict=True)]
     part = np.empty([len(span) for span in spans], np.float32)

@@ -122,7 +122,7 @@ def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     """
     host = by_path(jax.device_get(params))
     tensors: dict[str, np.ndarray] = {}
-    for tensor in _tensors(config):
+    for tensor in tensor_table(config):
         value = host[tensor.path]
         for name, part in zip(tensor.names, value if tensor.is_stacked else [value], strict=True):
             tensors[name] = tensor.stored(part)
@@ -135,7 +135,7 @@ def gather_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     Only the first process gets the tensors; for the others it is an empty dict.
     """
     tensors = {}
-    for name, tensor in stored_tensors(_tensors(config), params):
+    for name, tensor in stored_tensors(tensor_table(config), params):
         if jax.process_index() == 0:
             tensors[name] = tensor
     return tensors
@@ -244,7 +244,7 @@ def write_model(
     files = _file_plan(config, most_file_bytes)
     file_of = {name: file for file, names in files.items() for name in names}
     held: dict[str, dict[str, np.ndarray]] = {file: {} for file in files}
-    for name, part in stored_tensors(_tensors(config), params):
+    for name, part in stored_tensors(tensor_table(config), params):
         if is_writer:
             file = file_of[name]
             held[file][name] = part
@@ -262,7 +262,7 @@ def _load(config: ModelConfig, source: Source, shardings: Any) -> nnx.State:
     if config.tie_word_embeddings and _HEAD_NAME in names:
         _check_tied_head(source)
         names -= {_HEAD_NAME}
-    table = list(_tensors(config))
+    table = list(tensor_table(config))
     return load_table(table, names, abstract_model(config)[1], source, shardings)
 
 
@@ -271,7 +271,7 @@ def _stored_bytes(config: ModelConfig) -> dict[str, int]:
     shapes = {path: leaf.shape for path, leaf in by_path(abstract_model(config)[1]).items()}
     return {
         name: 4 * math.prod(shapes[tensor.path][1 if tensor.is_stacked else 0 :])
-        for tensor in _tensors(config)
+        for tensor in tensor_table(config)
         for name in tensor.names
     }
 
@@ -291,7 +291,8 @@ def _file_plan(config: ModelConfig, most_bytes: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _tensors(config: ModelConfig) -> Iterator[Tensor]:
+def tensor_table(config: ModelConfig) -> Iterator[Tensor]:
+    """Every tensor of a checkpoint of this decoder."""
     yield Tensor(("embedding_VH",), (_EMBEDDING_NAME,), SAME, is_stacked=False)
     yield Tensor(("norm", "weight"), ("model.norm.weight",), SAME, is_stacked=False)
     if not config.tie_word_embeddings:

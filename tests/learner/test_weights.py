@@ -16,15 +16,13 @@ from safetensors.numpy import load_file, save_file
 from learner.mesh import partition
 from learner.models.attention import attend_packed, softcapped
 from learner.models.config import ModelConfig, ModelError
+from learner.models.tensors import Arrays, parameter_path, read_part
 from learner.models.weights import (
-    _Arrays,
-    _part,
-    _tensors,
     abstract_model,
     from_hf,
     initial_params,
-    parameter_path,
     read_model,
+    tensor_table,
     to_hf,
     write_model,
 )
@@ -131,7 +129,7 @@ def test_a_device_reads_its_own_part_of_each_tensor_only(tied) -> None:
     """What a process of a gang reads: of every tensor that is split, the rows or columns of its own devices."""
     read_sizes = []
 
-    class Spy(_Arrays):
+    class Spy(Arrays):
         def read(self, name, part):
             value = super().read(name, part)
             read_sizes.append(value.size)
@@ -141,14 +139,14 @@ def test_a_device_reads_its_own_part_of_each_tensor_only(tied) -> None:
     whole = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tied)}
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract)}
     specs = {parameter_path(path): spec for path, spec in jax.tree.leaves_with_path(partition(abstract))}
-    for tensor in _tensors(TIED):
+    for tensor in tensor_table(TIED):
         shape, spec = shapes[tensor.path], specs[tensor.path]
         index = tuple(
             slice(size // 2, size) if axis < len(spec) and spec[axis] else slice(None)
             for axis, size in enumerate(shape)
         )
         read_sizes.clear()
-        part = _part(tensor, shape, source, index)
+        part = read_part(tensor, shape, source, index)
         np.testing.assert_array_equal(part, whole[tensor.path][index])
         assert sum(read_sizes) == part.size, "more was read than is held"
 
