@@ -179,19 +179,34 @@ def _check_objective(config: Config) -> None:
             f"objective.sequence_tokens={objective.sequence_tokens or 'null'}: objective.aggregation=sequence_sum "
             f"divides by it, and objective.aggregation is {objective.aggregation}; set both or neither"
         )
-    if objective.advantage == "rloo" and objective.credit == "turn":
-        raise ValueError(
-            "objective.credit=turn: objective.advantage=rloo leaves out what it judges, and the other turns of the "
-            "same trajectory would stay in; use objective.credit=trajectory, or dr_grpo"
-        )
     if objective.advantage == "reinforce" and config.learner.processes > 1:
         raise ValueError(
             f"objective.advantage=reinforce: learner.processes={config.learner.processes} would each compare with the "
             "mean of its own shard of the batch; use gae or vtrace, or learner.processes=1"
         )
+    _check_credit(config)
     _check_value(config)
     _check_overlong(config)
     _check_zero_variance(config)
+
+
+def _check_credit(config: Config) -> None:
+    objective = config.objective
+    if objective.credit == "turn" and objective.advantage == "rloo":
+        raise ValueError(
+            "objective.credit=turn: objective.advantage=rloo leaves out what it judges, and the other turns of the "
+            "same trajectory would stay in; use objective.credit=trajectory, or dr_grpo"
+        )
+    if objective.credit == "turn" and objective.advantage in VALUES_STATES:
+        raise ValueError(
+            f"objective.credit=turn: objective.advantage={objective.advantage} does not read it, because it judges "
+            "every turn by itself; leave it out"
+        )
+    if objective.discount != 1 and objective.credit == "trajectory" and objective.advantage not in VALUES_STATES:
+        raise ValueError(
+            f"objective.discount={objective.discount:g}: objective.credit=trajectory adds up rewards as they are; "
+            f"set it to 1, or use objective.credit=turn or objective.advantage={' or '.join(VALUES_STATES)}"
+        )
 
 
 def _check_value(config: Config) -> None:

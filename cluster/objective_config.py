@@ -76,8 +76,8 @@ class ObjectiveConfig(Section):
     minus the mean of the group's others (``rloo``), or of the whole batch (``reinforce``). Or, turn by turn, what the
     values of states say (``gae``, and off-policy ``vtrace``); a value head is then trained beside the policy."""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """Whether every turn gets the advantage of the whole trajectory, or that of the discounted return from it on; under
-    ``gae`` and ``vtrace`` every turn has its own in any case."""
+    """Whether every turn gets the advantage of the whole trajectory, or that of the discounted return from it on;
+    ``gae`` and ``vtrace``, under which every turn has its own in any case, do not read it."""
     value: ValueConfig | None = None
     """The value head; null: its defaults under ``gae`` and ``vtrace``, and none otherwise."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0

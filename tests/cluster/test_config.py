@@ -175,6 +175,14 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
             ["objective.advantage=rloo", "objective.credit=turn"],
             ("objective.credit=turn", "rloo", "objective.credit=trajectory"),
         ),
+        (
+            ["objective.advantage=gae", "objective.credit=turn"],
+            ("objective.credit=turn", "advantage=gae does not read it", "leave it out"),
+        ),
+        (
+            ["objective.discount=0.9"],
+            ("objective.discount=0.9", "credit=trajectory", "set it to 1", "objective.credit=turn", "gae or vtrace"),
+        ),
         (["objective.overlong.limit=9"], ("objective.overlong.limit=9", "treatment=penalty", "keep", "null")),
         (["objective.overlong.treatment=penalty"], ("objective.overlong.buffer=null", "use 1 to 216")),
         (
