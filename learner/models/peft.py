@@ -96,15 +96,24 @@ def read_adapter(config: ModelConfig, folder: Path, shardings: Any = None) -> tu
         raise ModelError(f"{folder}: {error}") from error
 
 
-def _read_settings(about: dict[str, Any]) -> Lora:
+def _read_settings(about: Any) -> Lora:
+    if not isinstance(about, dict):
+        raise ModelError(f"{CONFIG_FILE} holds {about!r}; expected the settings of LoRA by name")
     for name, only in _ONLY.items():
         # Newer versions of PEFT write an empty list or object where older ones write null.
         if (about.get(name, only) or None) != (only or None):
             raise ModelError(f"{name} is {about[name]!r} in {CONFIG_FILE}; this decoder supports {only!r}")
-    targets = about.get("target_modules")
-    if not isinstance(targets, list) or "r" not in about or "lora_alpha" not in about:
-        raise ModelError(f"{CONFIG_FILE} lacks r, lora_alpha or a list of target_modules; expected that of LoRA")
-    return Lora(about["r"], about["lora_alpha"], tuple(targets))
+    rank, alpha, targets = about.get("r"), about.get("lora_alpha"), about.get("target_modules")
+    if (
+        not (isinstance(rank, int) and isinstance(alpha, int | float))
+        or not isinstance(targets, list)
+        or not all(isinstance(name, str) for name in targets)
+    ):
+        raise ModelError(
+            f"r is {rank!r}, lora_alpha {alpha!r} and target_modules {targets!r} in {CONFIG_FILE}; expected a whole "
+            "number, a number and a list of names"
+        )
+    return Lora(rank, alpha, tuple(targets))
 
 
 def _tensors(config: ModelConfig, lora: Lora) -> Iterator[Tensor]:

@@ -258,7 +258,10 @@ def test_a_written_adapter_is_read_back_exactly(tmp_path: Path, model, lora: Lor
             {"target_modules": ["q_proj", "lm_head"]},
             r"LoRA targets are \['q_proj', 'lm_head'\]; expected some of q_proj, ",
         ),
-        ({"target_modules": "all-linear"}, "expected that of LoRA"),
+        ({"target_modules": "all-linear"}, "target_modules 'all-linear' in .*; expected .* a list of names"),
+        ({"target_modules": [["q_proj"]]}, r"target_modules \[\['q_proj'\]\] in .*; expected .* a list of names"),
+        ({"r": "4"}, "r is '4', lora_alpha 8.0 .*; expected a whole number, a number"),
+        ({"lora_alpha": None}, "lora_alpha None .*; expected a whole number, a number"),
         ({"target_modules": ["q_proj"]}, "has unknown base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
         ({"r": 5}, r"lora_A.weight is \[4, 16\]; expected \[5, 16\]"),
     ],
@@ -270,6 +273,13 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path: Path, model, ada
     with pytest.raises(ModelError, match=message) as caught:
         read_adapter(model, tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_settings_that_are_none_are_refused(tmp_path: Path, model, adapters) -> None:
+    write_adapter(model, EVERYWHERE, adapters, tmp_path, base="base")
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"adapter_config\.json holds \[\]; expected the settings of LoRA"):
+        read_adapter(model, tmp_path)
 
 
 def test_a_folder_without_adapters_says_so(tmp_path: Path, model) -> None:
