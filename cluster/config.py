@@ -24,6 +24,17 @@ def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths
 
 
+def _custom_resources(resources: dict[str, float]) -> dict[str, float]:
+    # What Ray itself refuses, but when Redis and Ray are up and a run folder is there.
+    if "CPU" in resources:
+        raise ValueError("expected resources other than CPU, of which learner.cpus says how many")
+    if "GPU" in resources:
+        raise ValueError("expected TPU or resources of your own: the learner runs on TPUs or CPUs")
+    if resources.get("TPU", 1) not in (1, 2, 4, 8):
+        raise ValueError("expected 1, 2, 4 or 8 TPU chips for each process, as a host has them")
+    return resources
+
+
 def _run_name(name: str) -> str:
     # The buffer's run is this name and nine more characters; an automatic name is the experiment and a number.
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name) or name in (".", ".."):
@@ -267,7 +278,9 @@ class LearnerConfig(Section):
     processes: Count = 1
     """Processes that train together, each with an equal share of the devices: one for every host of a TPU slice. A
     process without an accelerator simulates its share of devices on the CPU."""
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_custom_resources)] = Field(
+        default_factory=dict
+    )
     """What one process asks Ray for besides CPUs, such as ``{TPU: 4}`` for the chips of its host."""
     row_lengths: Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_ascending)]
     """Ladder of row lengths in tokens, ascending; trajectories are packed into rows of these lengths."""
