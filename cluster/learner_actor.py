@@ -102,7 +102,7 @@ class LearnerActor:
             batch_size=warm_start.examples_per_step,
             seed=self._config.run.seed,
             stop=self._stop,
-            on_step=self._records.put,
+            on_step=self._record,
             gang=self._gang,
         )
         if params is not None:
@@ -188,7 +188,7 @@ class LearnerActor:
     def train(self) -> int:
         """Train until ``learner.steps`` or :meth:`stop`; returns the steps made, after a checkpoint was saved."""
         learner = self._started()
-        learner.run(self._config.learner.steps, self._stop, self._records.put)
+        learner.run(self._config.learner.steps, self._stop, self._record)
         learner.close()
         return learner.step
 
@@ -204,7 +204,7 @@ class LearnerActor:
         self._replace(folder, partial(write_adapter, self._model, self._lora, adapters, base=base))
 
     def poll(self) -> list[Record]:
-        """The records of the steps made since the last call."""
+        """The records of the steps made since the last call; the first process of the gang has them."""
         records: list[Record] = []
         while not self._records.empty():
             records.append(self._records.get())
@@ -213,6 +213,10 @@ class LearnerActor:
     def stop(self) -> None:
         """End the training after the step in hand."""
         self._stop.set()
+
+    def _record(self, record: Record) -> None:
+        if self._gang.leads:  # nobody polls the others
+            self._records.put(record)
 
     def _export(self, model: ModelConfig, params: nnx.State, source: Path, target: Path) -> None:
         """Write weights to ``target``, with the tokenizer of ``source``; the first process of the gang does."""
