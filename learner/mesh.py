@@ -49,17 +49,20 @@ def make_mesh(
         data: replicas of the weights.
         fsdp: devices, times ``tensor``, that share one replica of the weights.
         tensor: devices that share the heads, the feed-forward channels and the vocabulary.
-        devices: the devices to use; all by default.
+        devices: the devices to compile for; all that exist by default, to run on.
 
     Raises:
-        MeshError: too few devices, or a model that cannot be split like this.
+        MeshError: too few devices, a model that cannot be split like this, or processes that would share rows.
     """
-    devices = jax.devices() if devices is None else devices
+    existing = jax.devices() if devices is None else devices
     size = math.prod((data, fsdp, tensor))
-    if size > len(devices):
-        raise MeshError(f"mesh {data}x{fsdp}x{tensor} needs {size} devices; {len(devices)} exist: make it smaller")
+    if size > len(existing):
+        raise MeshError(f"mesh {data}x{fsdp}x{tensor} needs {size} devices; {len(existing)} exist: make it smaller")
     check_mesh(config, fsdp=fsdp, tensor=tensor)
-    return Mesh(_arranged(devices[:size], (data, fsdp, tensor)), (DATA, FSDP, TENSOR))
+    arranged_DFT = _arranged(existing[:size], (data, fsdp, tensor))
+    if devices is None:
+        check_processes(arranged_DFT, jax.process_count())
+    return Mesh(arranged_DFT, (DATA, FSDP, TENSOR))
 
 
 def _arranged(devices: Sequence[jax.Device], shape: tuple[int, int, int]) -> np.ndarray:
@@ -67,6 +70,24 @@ def _arranged(devices: Sequence[jax.Device], shape: tuple[int, int, int]) -> np.
     if devices[0].platform != "tpu":
         return np.asarray(devices).reshape(shape)
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def check_processes(devices_DFT: np.ndarray, count: int) -> None:
+    """Raise ``MeshError`` where ``count`` processes cannot each bring an equal share of the rows."""
+    shares = [sum(device.process_index == index for device in devices_DFT.flat) for index in range(count)]
+    if len(set(shares)) > 1:
+        raise MeshError(
+            f"mesh {'x'.join(map(str, devices_DFT.shape))} has {' + '.join(map(str, shares))} devices of {count} "
+            "processes; expected equally many of each: use a mesh of all their devices"
+        )
+    for devices_T in devices_DFT.reshape(-1, devices_DFT.shape[-1]):
+        holders = sorted({device.process_index for device in devices_T})
+        if len(holders) > 1:  # JAX would take what each brings for the same rows
+            raise MeshError(
+                f"tensor={len(devices_T)}: processes {', '.join(map(str, holders))} hold devices of one tensor axis, "
+                "which share their rows, but each process brings rows of its own; use a smaller tensor axis, that one "
+                "host holds, and a larger fsdp"
+            )
 
 
 def check_mesh(config: ModelConfig, *, fsdp: int, tensor: int) -> None:

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
-from learner.mesh import MeshError, make_mesh
+from learner.mesh import MeshError, check_processes, make_mesh
 
 
 @pytest.mark.timeout(900)  # it compiles a dozen programs for eight devices
@@ -57,3 +59,27 @@ def test_a_model_that_cannot_be_split_is_refused(model, change, axes, message) -
     odd = dataclasses.replace(model, **change)
     with pytest.raises(MeshError, match=message):
         make_mesh(odd, data=1, **axes, devices=jax.devices()[:1] * 4)
+
+
+def held_by(*processes) -> np.ndarray:
+    """Devices, told by the process that holds each: [D, F, T]."""
+    return np.vectorize(lambda index: SimpleNamespace(process_index=index), otypes=[object])(np.array([processes]))
+
+
+def test_processes_bring_rows_of_their_own() -> None:
+    check_processes(held_by([0, 0], [1, 1]), 2)
+    check_processes(held_by([0], [1], [1], [0]), 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        # As JAX arranges a v5p slice of 4x4x4 chips for fsdp=16 and tensor=4, with hosts of 2x2x1 chips.
+        (held_by([0, 0, 1, 1], [0, 0, 1, 1]), "tensor=4: processes 0, 1 hold devices of one tensor axis"),
+        (held_by([0], [0]), r"mesh 1x2x1 has 2 \+ 0 devices of 2 processes"),
+        (held_by([0], [0], [1]), r"mesh 1x3x1 has 2 \+ 1 devices of 2 processes"),
+    ],
+)
+def test_a_mesh_whose_rows_processes_would_share_is_refused(devices, message) -> None:
+    with pytest.raises(MeshError, match=message):
+        check_processes(devices, 2)
