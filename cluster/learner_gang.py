@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from cluster.config import ArchitectureConfig, Config
 from cluster.learner_actor import CONCURRENT_CALLS, LearnerActor
@@ -82,7 +82,8 @@ class LearnerGang:
 
         Raises:
             ActorDiedError: a process died, even if another failed before for want of it.
-            RayError: a process failed, or one goes on for longer than ``timeout_seconds``.
+            RayError: a process failed, even if another waits for it; or one goes on for longer than
+                ``timeout_seconds``.
         """
         ray.wait(training, num_returns=len(training), timeout=timeout_seconds)
         errors: list[RayError] = []
@@ -93,7 +94,7 @@ class LearnerGang:
             except RayError as error:
                 errors.append(error)
         if errors:
-            raise next((error for error in errors if isinstance(error, ActorDiedError)), errors[0])
+            raise min(errors, key=_distance)
         return steps[0]
 
     def lacks_one(self, training: list[Any]) -> bool:
@@ -134,3 +135,8 @@ class LearnerGang:
         """End the processes at once."""
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _distance(error: RayError) -> int:
+    """From the cause: a death is one, a failure may come of a death, and who does not answer waits for either."""
+    return 0 if isinstance(error, ActorDiedError) else 2 if isinstance(error, GetTimeoutError) else 1
