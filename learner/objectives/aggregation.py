@@ -25,7 +25,8 @@ class Aggregation:
     """One way to aggregate.
 
     Attributes:
-        weigh: rows → float32[R, T], the weight of each token's loss; read where ``Rows.mask`` is true.
+        weigh: rows → float32[R, T], the weight of each token's loss; read where ``Rows.mask`` is true, and
+            where values are trained.
         unit: what is counted to divide: trained tokens, or sequences with a trained token.
     """
 
