@@ -123,6 +123,7 @@ def _expectation(message: str) -> str:
 _WORDING = (
     ("Input should be", "expected"),
     ("a valid integer", "an integer"),
+    ("a valid array", "a list"),
     ("a valid ", "a "),
     ("an object", "a section of keys and values"),
     ("greater than or equal to", "at least"),

@@ -78,6 +78,7 @@ def test_overrides_reach_the_last_word_over_the_file():
         ("learner.resources={TPU: 3}", ("learner.resources=", "expected 1, 2, 4 or 8 TPU chips")),
         ("learner.resources={CPU: 2}", ("learner.resources=", "other than CPU", "learner.cpus")),
         ("learner.resources={GPU: 1}", ("learner.resources=", "expected TPU or resources of your own")),
+        ("learner.row_lengths=144", ("learner.row_lengths=144", "expected a list")),
         ("learner.row_lengths=[]", ("learner.row_lengths=[]", "at least 1 item")),
         ("learner.row_lengths=[256,128]", ("learner.row_lengths=[256, 128]", "ascending order")),
         ("run.name=a/b", ('run.name="a/b"', "expected 1 to 100 of the characters")),
