@@ -10,7 +10,7 @@ from flax import nnx
 from cluster.config import LoraConfig
 from learner.models.config import ModelConfig, ModelError
 from learner.models.lora import Lora
-from learner.models.peft import read_adapter
+from learner.models.peft import read_adapter, read_settings
 from learner.models.weights import initial_adapters, weights_digest
 
 
@@ -31,16 +31,29 @@ def first_adapters(settings: LoraConfig, model: ModelConfig, seed: int, sharding
     Raises:
         ModelError: the folder holds no adapters of this model and these settings.
     """
-    lora = Lora(settings.rank, settings.alpha, settings.targets)
     if settings.path is None:
-        return initial_adapters(model, lora, seed, shardings)
-    found, adapters = read_adapter(model, settings.path, shardings)
-    if found != lora:
+        return initial_adapters(model, Lora(settings.rank, settings.alpha, settings.targets), seed, shardings)
+    check_first_adapters(settings)
+    return read_adapter(model, settings.path, shardings)[1]
+
+
+def check_first_adapters(settings: LoraConfig) -> None:
+    """Read what describes the adapters at ``model.lora.path``, if that is given; their weights are not read.
+
+    Raises:
+        ModelError: the folder holds no adapters, or those of other settings.
+    """
+    if settings.path is None:
+        return
+    try:
+        found = read_settings(settings.path)
+    except ModelError as error:
+        raise ModelError(f"model.lora.path: {error}") from error
+    if found != Lora(settings.rank, settings.alpha, settings.targets):
         raise ModelError(
             f"model.lora.path={settings.path}: its rank is {found.rank}, alpha {found.alpha:g} and targets "
             f"{', '.join(found.targets)}; set model.lora.rank, alpha and targets to these"
         )
-    return adapters
 
 
 def checkpoint_identity(settings: LoraConfig, base: Path) -> dict[str, Any]:

@@ -132,6 +132,12 @@ def _check_model(config: Config) -> None:
             "model.path=null: model.architecture is null, too; "
             "give the folder of an existing model or the shape of a new one"
         )
+    if model.lora is not None and model.lora.path is not None and (model.path is None or model.warm_start is not None):
+        other = "makes a new one" if model.path is None else "would be changed by model.warm_start"
+        raise ValueError(
+            f"model.lora.path={model.lora.path}: adapters go with the model that they were trained beside, and "
+            f"model.path={model.path or 'null'} {other}; set model.path to that model and model.warm_start to null"
+        )
     shape = model.architecture
     if shape is not None and shape.num_attention_heads % shape.num_key_value_heads:
         raise ValueError(

@@ -1,6 +1,6 @@
 """What a configuration points to, looked at before anything starts: environment, model folder, conversations.
 
-Nothing here imports JAX or Ray.
+Nothing here imports JAX or Ray, but to look at adapters.
 """
 
 from __future__ import annotations
@@ -67,17 +67,15 @@ def check_model_folder(config: Config) -> None:
 
 
 def check_adapter_folder(config: Config) -> None:
-    """Find adapters at ``model.lora.path``, if that is given.
+    """Read what describes the adapters at ``model.lora.path``, if that is given; their weights are not read.
 
     Raises:
-        ConfigError: there are none.
+        ModelError: there are none, or those of other settings.
     """
-    lora = config.model.lora
-    if lora is not None and lora.path is not None and not (lora.path / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"model.lora.path={lora.path}: holds no adapter_config.json; expected a PEFT folder, such as the adapter/ "
-            "of a run"
-        )
+    if config.model.lora is not None and config.model.lora.path is not None:
+        from cluster.adapters import check_first_adapters
+
+        check_first_adapters(config.model.lora)
 
 
 def check_sampler(config: Config) -> None:

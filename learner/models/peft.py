@@ -84,11 +84,8 @@ def read_adapter(config: ModelConfig, folder: Path, shardings: Any = None) -> tu
     Raises:
         ModelError: the folder holds no adapters, those of another model, or of a kind that is not supported.
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder} holds no {name}; expected a folder of PEFT with LoRA adapters")
+    lora = read_settings(folder)
     try:
-        lora = _read_settings(json.loads((folder / CONFIG_FILE).read_text()))
         abstract = abstract_adapted(config, lora)[2]
         table, tensors = list(_tensors(config, lora)), load_file(folder / WEIGHTS_FILE)
         return lora, load_tensors(table, abstract, tensors, shardings)
@@ -96,7 +93,22 @@ def read_adapter(config: ModelConfig, folder: Path, shardings: Any = None) -> tu
         raise ModelError(f"{folder}: {error}") from error
 
 
-def _read_settings(about: Any) -> Lora:
+def read_settings(folder: Path) -> Lora:
+    """The settings of the adapters in a folder; their weights are not read.
+
+    Raises:
+        ModelError: the folder holds no adapters, or those of a kind that is not supported.
+    """
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} holds no {name}; expected a folder of PEFT with LoRA adapters")
+    try:
+        return _settings(json.loads((folder / CONFIG_FILE).read_text()))
+    except ValueError as error:  # a ModelError is one, as is what is not JSON
+        raise ModelError(f"{folder}: {error}") from error
+
+
+def _settings(about: Any) -> Lora:
     if not isinstance(about, dict):
         raise ModelError(f"{CONFIG_FILE} holds {about!r}; expected the settings of LoRA by name")
     for name, only in _ONLY.items():

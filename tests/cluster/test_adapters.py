@@ -48,8 +48,9 @@ def test_adapters_start_from_a_folder_of_the_same_settings(tmp_path: Path):
         ModelError, match=r"model\.lora\.path=.*: its rank is 2, alpha 4 and targets q_proj, up_proj; set"
     ):
         first_adapters(other, MODEL, seed=0)
+    same = SETTINGS.model_copy(update={"path": tmp_path})
     with pytest.raises(ModelError, match=r"lora_A.weight is \[2, 8\]; expected \[2, 16\]"):
-        first_adapters(other, dataclasses.replace(MODEL, hidden_size=16), seed=0)
+        first_adapters(same, dataclasses.replace(MODEL, hidden_size=16), seed=0)
 
 
 def test_checkpoints_are_known_by_settings_and_base(tmp_path: Path):

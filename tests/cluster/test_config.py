@@ -164,6 +164,14 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
             ("model.architecture.head_dim=64", "multiples of 128"),
         ),
         (["learner.mesh.data=3"], ("learner.rows_per_microbatch=8", "multiple of 3")),
+        (
+            ["model.lora={rank: 4, alpha: 8, path: /x}"],
+            ("model.lora.path=/x", "model.path=null makes a new one", "set model.path to that model"),
+        ),
+        (
+            ["model.lora={rank: 4, alpha: 8, path: /x}", "model.path=/y"],
+            ("model.lora.path=/x", "model.path=/y would be changed by model.warm_start", "model.warm_start to null"),
+        ),
         (["model.architecture=null"], ("model.path=null", "model.architecture is null")),
         (["model.architecture.num_key_value_heads=3"], ("num_attention_heads=2", "multiple of")),
         (["objective.name=gspo", "objective.dual_clip=3"], ("objective.dual_clip=3", "gspo does not read", "ppo_clip")),

@@ -9,7 +9,7 @@ from actors.chat import ChatError
 from actors.environments import EnvironmentSetupError
 from actors.samplers.sglang.release import ReleaseError
 from actors.tokenizers import write_character_tokenizer
-from cluster.config import Config, EnvironmentConfig
+from cluster.config import Config, EnvironmentConfig, LoraConfig
 from cluster.errors import ConfigError
 from cluster.inputs import check_environment, check_inputs, check_model_folder, check_sampler
 from cluster.loading import load_config
@@ -146,14 +146,18 @@ def test_a_model_folder_that_does_not_fit_is_found(tmp_path):
         check_model_folder(config(f"model.path={tmp_path}"))
 
 
-def test_a_folder_without_adapters_is_found(tmp_path):
+def test_a_folder_without_adapters_or_with_others_is_found(tmp_path):
+    base, warm_start = model_folder(tmp_path), "model.warm_start=null"
     adapters = f"model.lora={{rank: 4, alpha: 8, path: {tmp_path}}}"
-    with pytest.raises(
-        ConfigError, match=r"model\.lora\.path=.*: holds no adapter_config\.json; expected a PEFT folder"
-    ):
-        check_inputs(config(adapters))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    check_inputs(config(adapters))
+    with pytest.raises(ModelError, match=r"model\.lora\.path: .* holds no adapter_config\.json; expected a folder of"):
+        check_inputs(config(base, warm_start, adapters))
+    about = {"r": 4, "lora_alpha": 8, "target_modules": list(LoraConfig(rank=4, alpha=8).targets)}
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    check_inputs(config(base, warm_start, adapters))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about | {"r": 2}))
+    with pytest.raises(ModelError, match=r"model\.lora\.path=.*: its rank is 2, alpha 8 and targets q_proj, "):
+        check_inputs(config(base, warm_start, adapters))
 
 
 def test_looking_at_inputs_needs_neither_jax_nor_ray():
