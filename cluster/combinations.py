@@ -308,7 +308,7 @@ def _check_buffer(config: Config) -> None:
     if buffer.min_group_size is not None and buffer.min_group_size > buffer.group_size:
         raise ValueError(
             f"buffer.min_group_size={buffer.min_group_size}: expected at most buffer.group_size={buffer.group_size}; "
-            "lower it"
+            "lower it, or set it to null"
         )
     if buffer.look_ahead is not None and buffer.order != "fifo":
         raise ValueError(

@@ -98,15 +98,19 @@ class LearnerGang:
         return steps[0]
 
     def lacks_one(self, training: list[Any]) -> bool:
-        """Whether one of several processes died: the others then can neither finish the step in hand nor save."""
-        ended, _ = ray.wait(training, num_returns=len(training), timeout=0)
+        """Whether one of several processes failed by itself: the others can neither finish the step in hand nor save.
+
+        That is known of one that died, and of one that failed while others, given time, did not end.
+        """
+        ended, going_on = ray.wait(training, num_returns=len(training), timeout=0)
         for ending in ended:
             try:
                 ray.get(ending)
             except ActorDiedError:
                 return len(training) > 1
             except RayError:
-                continue
+                if going_on:
+                    return True
         return False
 
     def write_model(self, folder: Path) -> list[Any]:

@@ -36,7 +36,6 @@ def policy_objective(
     entropy_bonus: float = 0.0,
     entropy_cap: float = math.inf,
     value_weight: float = 0.0,
-    value_clip: float = math.inf,
 ) -> Terms:
     """``Σ_t w_t·(c_t·ℓ_t + κ·KL_t − β·min(H_t, H*) + ν·L_t)`` and what divides it.
 
@@ -58,7 +57,6 @@ def policy_objective(
             a cap per token, where SAC (arXiv:1812.05905, section 5) learns the weight that bounds the mean.
         value_weight: ν, at least 0, of the value loss L (PPO: arXiv:1707.06347, eq. 9); needs ``TokenScores.value``. L
             is taken at some more positions than the policy loss, see ``values``, and divided alike.
-        value_clip: how far a value may move per batch, see ``value_loss``.
     """
     surrogate = loss(scores, rows, version)
     found = diagnose(scores, rows, version, surrogate)
@@ -82,7 +80,7 @@ def policy_objective(
     total = masked_sum(weight_RT * loss_RT, rows.mask)
     if value_weight:
         assert scores.value is not None, "the model has no value head"
-        value_loss_RT, is_valued_RT = value_loss(scores.value, rows, clip=value_clip), valued(rows)
+        value_loss_RT, is_valued_RT = value_loss(scores.value, rows), valued(rows)
         total += value_weight * masked_sum(weight_RT * value_loss_RT, is_valued_RT)
         parts["value_loss"] = Part(
             stop_gradient(masked_sum(value_loss_RT, is_valued_RT)), jnp.sum(is_valued_RT, dtype=jnp.float32)

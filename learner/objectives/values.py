@@ -109,23 +109,17 @@ def valued(rows: Rows) -> jax.Array:
     return rows.mask | (_turn_ends(rows) & ~rows.cut)
 
 
-def value_loss(value_RT: jax.Array, rows: Rows, *, clip: float) -> jax.Array:
-    """``½·max((V − G)², (clip(V, V₀ − ε, V₀ + ε) − G)²)`` of each position, 0 where no value is trained.
-
-    The pessimistic clipping that PPO's authors used beside the paper (Huang et al. 2022, "The 37 implementation details
-    of PPO", detail 9): a value moves at most ε per batch towards its target.
+def value_loss(value_RT: jax.Array, rows: Rows) -> jax.Array:
+    """``½·(V − G)²`` of each position, 0 where no value is trained (PPO: arXiv:1707.06347, eq. 9).
 
     Args:
         value_RT: V, of the model being trained.
-        rows: the micro-batch, with V₀ in ``values`` and G in ``returns``.
-        clip: ε, above 0; ``math.inf`` does without.
+        rows: the micro-batch, with G in ``returns``.
 
     Returns:
         float32[R, T], to be aggregated like a policy loss.
     """
-    near_RT = rows.values + jnp.clip(value_RT - rows.values, -clip, clip)
-    worse_RT = jnp.maximum(jnp.square(value_RT - rows.returns), jnp.square(near_RT - rows.returns))
-    return jnp.where(valued(rows), 0.5 * worse_RT, 0.0)
+    return jnp.where(valued(rows), 0.5 * jnp.square(value_RT - rows.returns), 0.0)
 
 
 def _turn_ends(rows: Rows) -> jax.Array:
