@@ -118,21 +118,24 @@ def measure(model: ModelConfig) -> dict[str, float]:
 
 
 def plain_step(model: ModelConfig, optimizer: Optimizer) -> Callable[[TrainState, Rows], Any]:
-    """The same update as one would write it without a mesh."""
+    """The same update and the same diagnostics, as one would write them without a mesh or micro-batches."""
     graph, _ = abstract_model(model)
 
-    def loss(params: nnx.State, rows: Rows) -> jax.Array:
+    def loss(params: nnx.State, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
         decoder = nnx.merge(graph, params)
         hidden_RTH, _ = decoder(rows.tokens, rows.positions, attend_packed(rows.segments))
         hidden_MH = hidden_RTH.reshape(-1, hidden_RTH.shape[-1])
         scores = token_scores(hidden_MH, decoder.output_VH, rows.targets.reshape(-1), temperature=1.0)
-        return -jnp.sum(scores.logprob, where=rows.mask.reshape(-1)) / jnp.sum(rows.mask)
+        mean = partial(jnp.mean, where=rows.mask.reshape(-1))
+        return -mean(scores.logprob), {"accuracy": mean(scores.greedy), "entropy": mean(scores.entropy)}
 
     @partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, jax.Array]]:
-        value, gradient = jax.value_and_grad(loss)(state.params, rows)
+        (value, diagnostics), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, rows)
         change, moments = optimizer.rule.update(gradient, state.moments, state.params)
-        return TrainState(optax.apply_updates(state.params, change), moments, state.step + 1), {"loss": value}
+        return TrainState(optax.apply_updates(state.params, change), moments, state.step + 1), diagnostics | {
+            "loss": value
+        }
 
     return update
 

@@ -89,7 +89,7 @@ def make_recipe(config: Config) -> Recipe:
 def make_anchors(config: ObjectiveConfig) -> tuple[Anchor, ...]:
     """Policies whose log-probabilities the objective reads."""
     anchors: list[Anchor] = []
-    if has_value_head(config) or (config.name == "decoupled_ppo" and config.proximal != "interpolated"):
+    if has_value_head(config) or (config.name == "decoupled_ppo" and config.proximal == "recomputed"):
         anchors.append("proximal")
     if config.reference is not None:
         anchors.append("reference")

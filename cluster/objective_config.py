@@ -67,10 +67,10 @@ class ValueConfig(Section):
 class ObjectiveConfig(Section):
     """What the learner maximises."""
 
-    name: Literal["ppo_clip", "gspo", "cispo", "dppo", "decoupled_ppo", "reinforce"] = "ppo_clip"
+    name: Literal["ppo_clip", "gspo", "cispo", "dppo", "decoupled_ppo", "reinforce"] = "decoupled_ppo"
     """Policy loss: ratios clipped per token (``ppo_clip``) or per sequence (``gspo``), weights clipped (``cispo``),
     tokens masked by total variation (``dppo``), a trust region around a proximal policy (``decoupled_ppo``), or none of
-    these (``reinforce``)."""
+    these (``reinforce``). The default learned best from stale trajectories, see docs/objectives.md."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae", "vtrace"] = "grpo"
     """Reward minus the mean of its group, divided by the group's standard deviation (``grpo``) or not (``dr_grpo``);
     minus the mean of the group's others (``rloo``), or of the whole batch (``reinforce``). Or, turn by turn, what the
@@ -92,7 +92,7 @@ class ObjectiveConfig(Section):
     """Change of a token's probability beyond which ``dppo`` trains it no further away; null: 0.15."""
     proximal: Literal["recomputed", "interpolated"] | None = None
     """Proximal policy of ``decoupled_ppo``: that at the start of the step, for a forward pass, or one between it and
-    the behaviour policy; null: ``recomputed``."""
+    the behaviour policy; null: ``interpolated``."""
     truncation: TruncationConfig | None = None
     """Truncated importance weight of ``reinforce``, or of ``decoupled_ppo`` in place of the whole one; null: none."""
     icepop: BandConfig | None = None

@@ -156,7 +156,7 @@ def decoupled_ppo(
     rows: Rows,
     version: jax.Array,
     *,
-    proximal: Literal["recomputed", "interpolated"] = "recomputed",
+    proximal: Literal["recomputed", "interpolated"] = "interpolated",
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     behaviour_weight: Correction = importance,

@@ -92,9 +92,12 @@ def test_corrections_are_those_that_are_set():
 @pytest.mark.parametrize(
     ("overrides", "anchors"),
     [
-        (["objective.name=decoupled_ppo"], ("proximal",)),
-        (["objective.name=decoupled_ppo", "objective.proximal=interpolated"], ()),
-        (["objective.reference.weight=0.1", "objective.name=decoupled_ppo"], ("proximal", "reference")),
+        (["objective.name=decoupled_ppo"], ()),
+        (["objective.name=decoupled_ppo", "objective.proximal=recomputed"], ("proximal",)),
+        (
+            ["objective.reference.weight=0.1", "objective.name=decoupled_ppo", "objective.proximal=recomputed"],
+            ("proximal", "reference"),
+        ),
         (["objective.advantage=gae"], ("proximal",)),
     ],
 )
