@@ -16,7 +16,7 @@ from learner.models.weights import initial_adapters, weights_digest
 
 def make_lora(settings: LoraConfig | None) -> Lora | None:
     """The learner's settings of adapters; None where the whole model is trained."""
-    return None if settings is None else Lora(settings.rank, settings.alpha, settings.targets)
+    return None if settings is None else _lora(settings)
 
 
 def first_adapters(settings: LoraConfig, model: ModelConfig, seed: int, shardings: Any = None) -> nnx.State:
@@ -32,7 +32,7 @@ def first_adapters(settings: LoraConfig, model: ModelConfig, seed: int, sharding
         ModelError: the folder holds no adapters of this model and these settings.
     """
     if settings.path is None:
-        return initial_adapters(model, Lora(settings.rank, settings.alpha, settings.targets), seed, shardings)
+        return initial_adapters(model, _lora(settings), seed, shardings)
     check_first_adapters(settings)
     return read_adapter(model, settings.path, shardings)[1]
 
@@ -49,7 +49,7 @@ def check_first_adapters(settings: LoraConfig) -> None:
         found = read_settings(settings.path)
     except ModelError as error:
         raise ModelError(f"model.lora.path: {error}") from error
-    if found != Lora(settings.rank, settings.alpha, settings.targets):
+    if found != _lora(settings):
         raise ModelError(
             f"model.lora.path={settings.path}: its rank is {found.rank}, alpha {found.alpha:g} and targets "
             f"{', '.join(found.targets)}; set model.lora.rank, alpha and targets to these"
@@ -58,5 +58,9 @@ def check_first_adapters(settings: LoraConfig) -> None:
 
 def checkpoint_identity(settings: LoraConfig, base: Path) -> dict[str, Any]:
     """What tells apart checkpoints of adapters: their settings, and the digest of the model in the folder ``base``."""
-    lora = Lora(settings.rank, settings.alpha, settings.targets)
+    lora = _lora(settings)
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets, "base_sha256": weights_digest(base)}
+
+
+def _lora(settings: LoraConfig) -> Lora:
+    return Lora(settings.rank, settings.alpha, settings.targets)
