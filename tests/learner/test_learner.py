@@ -284,9 +284,8 @@ def test_a_crash_between_the_acks_of_a_refilled_batch_loses_no_group(run) -> Non
 
 def test_the_policies_that_the_objective_compares_with_are_scored_before_each_step(run, make_step) -> None:
     run.open(2)
-    objective = partial(
-        policy_objective, loss=decoupled_ppo, aggregation=token_mean(), divergence=k3, divergence_weight=0.1
-    )
+    loss = partial(decoupled_ppo, proximal="recomputed")
+    objective = partial(policy_objective, loss=loss, aggregation=token_mean(), divergence=k3, divergence_weight=0.1)
     anchors, records = ("proximal", "reference"), []
     learner = run.learner(make_step(objective), anchors=anchors, uninformative="train")
     learner.start()
