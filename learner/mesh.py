@@ -109,6 +109,25 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition(tree))
 
 
+def held(mesh: Mesh, tree: Any) -> Any:
+    """Like :func:`partition`, for the arguments of a ``shard_map``: axes of ``mesh`` of size 1 count as split.
+
+    That changes no layout. But the transpose of ``shard_map`` sums a gradient over every axis that its argument is not
+    split over, and XLA copies what it sums over one device.
+    """
+    single = tuple(axis for axis, size in mesh.shape.items() if size == 1)
+
+    def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
+        split = _spec(parameter_path(path), leaf.ndim)
+        if not leaf.ndim:
+            return split
+        kept = [None if axis in single else axis for axis in split] + [None] * (leaf.ndim - len(split))
+        first, *rest = kept
+        return PartitionSpec((*single, *([] if first is None else [first])), *rest)
+
+    return jax.tree.map_with_path(spec, tree)
+
+
 def gather(weights: Any, dtype: jnp.dtype) -> Any:
     """Make weights whole over ``fsdp`` inside ``shard_map``, as ``dtype``; its transpose scatters their gradients back.
 

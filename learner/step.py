@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from learner.mesh import DATA, FSDP, ROWS, TENSOR, WHOLE, gather, partition, shardings
+from learner.mesh import DATA, FSDP, ROWS, TENSOR, WHOLE, gather, held, shardings
 from learner.models.attention import KERNELS, Kernel
 from learner.models.config import ModelConfig
 from learner.models.decoder import Parallel, Remat
@@ -120,6 +120,7 @@ class TrainStep:
         self._score = jax.jit(self._scores, out_shardings=self._by_rows)
         self._merge = None if lora is None else self._jit_merge(lora)
         self._copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._split)
+        self._cast = jax.jit(_cast, static_argnums=1, donate_argnums=0)
 
     @property
     def mesh(self) -> Mesh:
@@ -178,10 +179,10 @@ class TrainStep:
         merged: nnx.State = self._merge(self._base, params)
         return with_value_head(merged, params[VALUE_HEAD]) if VALUE_HEAD in params else merged
 
-    def snapshot(self, params: nnx.State) -> nnx.State:
-        """The decoder's parameters, as a copy on the devices that later steps do not overwrite."""
+    def snapshot(self, params: nnx.State, dtype: Any = jnp.float32) -> nnx.State:
+        """The decoder's parameters as ``dtype``, as a copy on the devices that later steps do not overwrite."""
         copied: nnx.State = self._copy(params) if self._merge is None else self._merge(self._base, params)
-        return copied
+        return copied if dtype == jnp.float32 else self._cast(copied, jnp.dtype(dtype))
 
     def warm_up(self, state: TrainState) -> TrainState:
         """Compile and run the step for every shape of the ladder; ``state`` is consumed, and comes back as it was.
@@ -298,7 +299,7 @@ class TrainStep:
         return jax.tree.map(lambda x_M: x_M.reshape(rows.targets.shape), scores_M)
 
     def _scores(self, base: nnx.State, params: nnx.State, rows: Rows) -> TokenScores:
-        specs = (partition(base), partition(params), ROWS)
+        specs = (held(self._mesh, base), held(self._mesh, params), ROWS)
         return self._sharded(self._local_scores, specs, ROWS)(base, params, rows)
 
     def _loss(self, params: nnx.State, base: nnx.State, rows: Rows, version: jax.Array) -> tuple[jax.Array, Terms]:
@@ -307,7 +308,7 @@ class TrainStep:
         def local(params: nnx.State, base: nnx.State, rows: Rows, version: jax.Array) -> Terms:
             return self._objective(self._local_scores(base, params, rows), rows, version).over_devices((DATA, FSDP))
 
-        specs = (partition(params), partition(base), ROWS, WHOLE)
+        specs = (held(self._mesh, params), held(self._mesh, base), ROWS, WHOLE)
         terms = self._sharded(local, specs, WHOLE)(params, base, rows, version)
         return terms.loss, terms
 
@@ -358,6 +359,10 @@ class TrainStep:
 
         out = (shardings(self._mesh, self.abstract_state), self._whole)
         return jax.jit(update, out_shardings=out, donate_argnums=0)
+
+
+def _cast(params: nnx.State, dtype: Any) -> nnx.State:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def _abstract_parts(config: ModelConfig, lora: Lora | None) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
