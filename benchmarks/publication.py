@@ -70,7 +70,7 @@ def measure(models: dict[str, ModelConfig], transports: dict[str, Callable[[], T
 
 def copy_seconds(weights: dict[str, np.ndarray]) -> float:
     """Of one copy into memory that is there already."""
-    source = np.concatenate([value.reshape(-1, order="K") for value in weights.values()])
+    source = np.concatenate([np.ravel(value, order="K") for value in weights.values()])
     target = np.zeros_like(source)
     return statistics.median(_seconds(lambda: np.copyto(target, source)) for _ in range(_ROUNDS))
 
@@ -112,7 +112,8 @@ def local_ray() -> Iterator[None]:
 
 @contextmanager
 def _samplers(model: ModelConfig, count: int) -> Iterator[dict[str, Any]]:
-    make: Any = ray.remote(num_cpus=0, max_concurrency=100, runtime_env=actor_environment(1))(LocalSampler)
+    remote: Any = ray.remote
+    make = remote(num_cpus=0, max_concurrency=100, runtime_env=actor_environment(1))(LocalSampler)
     actors = {}
     for index in range(count):  # one after the other: compiling takes memory
         actor = make.remote(

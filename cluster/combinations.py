@@ -65,9 +65,8 @@ def _check_lengths(config: Config) -> None:
 
 SAMPLER_READS = {
     "urls": ("sglang",),
-    "weights_folder": ("sglang",),
     "replicas": ("local", "sglang_jax"),
-    "precision": ("sglang_jax",),
+    "precision": ("sglang_jax", "sglang"),
     "tensor": ("sglang_jax",),
 }
 """Kinds of sampler that read a setting."""
@@ -83,13 +82,19 @@ def _check_sampler(config: Config) -> None:
                 f"sampler.{setting}={shown}: sampler.kind={sampler.kind} does not read it; leave it out, or use "
                 f"sampler.kind={' or '.join(kinds)}"
             )
+    if (sampler.weights_folder is not None) != (sampler.transport == "folder"):
+        raise ValueError(
+            f"sampler.weights_folder={sampler.weights_folder or 'null'}: sampler.transport={sampler.transport} "
+            f"{'needs' if sampler.transport == 'folder' else 'does not use'} one; set both or neither"
+        )
     if sampler.kind == "sglang":
-        for setting in ("urls", "weights_folder"):
-            if not getattr(sampler, setting):
-                raise ValueError(
-                    f"sampler.{setting}={'null' if setting == 'weights_folder' else '[]'}: sampler.kind=sglang needs "
-                    "the servers' addresses and a folder they share with the learner; set both"
-                )
+        if not sampler.urls:
+            raise ValueError("sampler.urls=[]: sampler.kind=sglang needs the servers' addresses; set them")
+        if sampler.transport != "folder":
+            raise ValueError(
+                f"sampler.transport={sampler.transport}: sampler.kind=sglang finds weights in a folder; "
+                "use sampler.transport=folder with sampler.weights_folder"
+            )
         if len(set(sampler.urls)) < len(sampler.urls):
             raise ValueError(f"sampler.urls={list(sampler.urls)}: one is there twice; expected each server once")
         if sampler.on_update == "continue":

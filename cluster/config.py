@@ -143,9 +143,11 @@ class SamplerConfig(Section):
     ``urls``."""
     urls: tuple[Annotated[str, AfterValidator(_http_url)], ...] = ()
     """SGLang servers, such as ``http://gpu-0:30000``; only ``sglang`` reads it, and needs it."""
+    transport: Literal["object_store", "shared_memory", "folder"] = "object_store"
+    """How new weights travel: through Ray's object store, through the memory of a host that learner and samplers share
+    (``shared_memory``), or as checkpoints in ``weights_folder`` (``folder``), which ``sglang`` needs."""
     weights_folder: AbsolutePath | None = None
-    """Folder, shared with the servers at ``urls``, in which they find new weights; only ``sglang`` reads it, and needs
-    it."""
+    """Folder that learner, samplers and servers see under the same path; ``transport=folder`` needs it."""
     slots: Count = 64
     """Requests that one sampler serves at once, each in a slot of its cache of keys and values. With fewer slots than
     episodes in flight, an episode's next turn often finds its keys gone and computes them again."""
@@ -158,7 +160,8 @@ class SamplerConfig(Section):
     the weights wait until they have ended. ``sglang`` cannot keep keys: it would not know which token came from which
     version."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights, activations and cache; ``local`` is always ``float32``, and a server has its own."""
+    """Type of weights, activations and cache, in which the weights are published too; ``local`` is always ``float32``,
+    and for a server it is that of the weights alone."""
     tensor: Count = 1
     """Devices that share the heads and the feed-forward channels of every layer; only ``sglang_jax`` reads it."""
     request_timeout_seconds: Seconds = 120.0

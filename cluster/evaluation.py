@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, TypedDict
 
 import numpy as np
@@ -14,7 +15,7 @@ from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.errors import ConfigError
 from cluster.inputs import check_environment, check_model_folder, check_sampler
-from cluster.learner_actor import broadcast
+from cluster.publication import Broadcaster, make_transport
 from cluster.services import start_samplers, start_workers
 from cluster.session import Stopped, session
 from cluster.waiting import START_SECONDS, wait_until_up
@@ -137,7 +138,8 @@ def evaluate(config: Config) -> int:
             display.phase("compiling the sampler")
             samplers = start_samplers(config, "eval", path)
             wait_until_up(samplers, work.watch)
-            broadcast(samplers, START_SECONDS, 0, to_hf(model, params))
+            transport = stack.enter_context(closing(make_transport(config.sampler, f"eval-{os.getpid()}", path)))
+            Broadcaster(transport, samplers, timeout_seconds=START_SECONDS)(0, to_hf(model, params))
             workers = start_workers(config, "eval", "eval", path, samplers, buffer_url="")
             outcome = evaluate_policy(config, workers, display, f"evaluating {path}", work.watch)
         except Stopped:

@@ -15,6 +15,7 @@ from actors.tokenizers import write_character_tokenizer
 from cluster.config import Config, WarmStartConfig
 from cluster.conversations import check_demonstrator, load_conversations
 from cluster.errors import ConfigError
+from cluster.publication import SHARED_MEMORY
 from learner.models.config import read_config
 
 
@@ -82,9 +83,15 @@ def check_sampler(config: Config) -> None:
     """Find out whether SGLang-Jax is there and serves the model, if it is to sample; nothing of it is imported.
 
     Raises:
+        ConfigError: weights cannot travel as asked.
         ReleaseError: it is missing or another release, or does not serve the model at ``model.path``.
         ModelError: there is no readable model.
     """
+    if config.sampler.transport == "shared_memory" and not SHARED_MEMORY.is_dir():
+        raise ConfigError(
+            f"sampler.transport=shared_memory: {SHARED_MEMORY} is no folder here; expected the shared memory of Linux: "
+            "use object_store"
+        )
     if config.sampler.kind != "sglang_jax":
         return
     check_release()

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import ray
 from flax import nnx
-from ray.exceptions import GetTimeoutError, RayError
 
 from actors.chat import Chat
 from actors.tokenizers import write_character_tokenizer
@@ -28,6 +26,7 @@ from cluster.adapters import checkpoint_identity, first_adapters, make_lora
 from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
 from cluster.objective import make_anchors, make_critic, make_objective, make_recipe, make_value_gradient
+from cluster.publication import Broadcaster, make_transport
 from learner.checkpoints import Checkpoints
 from learner.gang import Gang, join_gang
 from learner.learner import Learner, Record
@@ -41,15 +40,15 @@ from learner.models.weights import initial_params, read_params, write_model
 from learner.objectives import Objective, cross_entropy
 from learner.optimizer import make_optimizer
 from learner.packing import Ladder
-from learner.publisher import BroadcastError, Publisher
+from learner.publisher import Publisher
 from learner.step import TrainStep
 from learner.supervised import supervised_example, train_supervised
 
 PUBLISH_ATTEMPTS = 3
 PUBLISH_BACKOFF_SECONDS = 1.0
 
-CONCURRENT_CALLS = 4
-"""Calls that Ray runs side by side: the training, and those that look at it or stop it."""
+CONCURRENT_CALLS = 16
+"""Calls that Ray runs side by side: the training, those that look at it or stop it, and samplers that join or leave."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -142,6 +141,11 @@ class LearnerActor:
             params = first_adapters(adapters, model, self._config.run.seed, step.shardings)
         if value_gradient is not None:
             params = with_value_head(params, read_value_head(model, model_folder, step.shardings[VALUE_HEAD]))
+        self._broadcaster = Broadcaster(
+            make_transport(self._config.sampler, run, model_folder),
+            samplers,
+            timeout_seconds=settings.publish_timeout_seconds,
+        )
         self._learner = Learner(
             step,
             params,
@@ -156,7 +160,7 @@ class LearnerActor:
                 payload_urls=self._config.buffer.payload_urls,
             ),
             publisher=Publisher(
-                partial(broadcast, samplers, settings.publish_timeout_seconds),
+                self._broadcaster,
                 attempts=PUBLISH_ATTEMPTS,
                 backoff_seconds=PUBLISH_BACKOFF_SECONDS,
                 timeout_seconds=2 * PUBLISH_ATTEMPTS * settings.publish_timeout_seconds
@@ -178,6 +182,7 @@ class LearnerActor:
             checkpoint_every_steps=settings.checkpoint_every_steps,
             batch_timeout_seconds=settings.lease_timeout_seconds,
             outage_seconds=self._config.buffer.outage_seconds,
+            publish_dtype=self._config.sampler.precision,
             gang=self._gang,
         )
         del params  # the learner lets go of them, too, once it has a state of its own
@@ -190,6 +195,7 @@ class LearnerActor:
         learner = self._started()
         learner.run(self._config.learner.steps, self._stop, self._record)
         learner.close()
+        self._broadcaster.close()
         return learner.step
 
     def write_model(self, folder: Path) -> None:
@@ -202,6 +208,14 @@ class LearnerActor:
             raise ValueError("model.lora is null; no adapters are trained")
         adapters, base = self._started().trained, str(self._model_folder)
         self._replace(folder, partial(write_adapter, self._model, self._lora, adapters, base=base))
+
+    def admit_sampler(self, name: str, sampler: Any) -> int:
+        """Publish to a sampler from now on; returns the version that it serves. See ``Broadcaster.admit``."""
+        return self._broadcaster.admit(name, sampler)
+
+    def dismiss_sampler(self, name: str) -> None:
+        """Publish to a sampler no longer."""
+        self._broadcaster.dismiss(name)
 
     def poll(self) -> list[Record]:
         """The records of the steps made since the last call; the first process of the gang has them."""
@@ -275,25 +289,3 @@ class LearnerActor:
         if self._learner is None:
             raise RuntimeError("the learner is not started; call start first")
         return self._learner
-
-
-def broadcast(
-    samplers: Mapping[str, Any], timeout_seconds: float, version: int, weights: Mapping[str, np.ndarray]
-) -> None:
-    """Hand weights to every sampler through Ray's object store, one copy for all of a node.
-
-    Raises:
-        BroadcastError: a sampler refused or did not acknowledge in time; the message names it.
-    """
-    stored = ray.put(dict(weights))
-    acknowledgements = {name: sampler.update.remote(version, stored) for name, sampler in samplers.items()}
-    ray.wait(list(acknowledgements.values()), num_returns=len(acknowledgements), timeout=timeout_seconds)
-    for name, acknowledgement in acknowledgements.items():
-        try:
-            ray.get(acknowledgement, timeout=0)
-        except GetTimeoutError as error:
-            raise BroadcastError(
-                f"sampler {name} did not acknowledge version {version} within {timeout_seconds:g} s"
-            ) from error
-        except RayError as error:  # the sampler refused, died, or its node did
-            raise BroadcastError(f"sampler {name} did not take version {version}: {error}") from error

@@ -121,6 +121,14 @@ class LearnerGang:
         """See :meth:`LearnerActor.write_adapter`."""
         return [actor.write_adapter.remote(folder) for actor in self._actors]
 
+    def admit_sampler(self, name: str, sampler: Any) -> Any:
+        """See :meth:`LearnerActor.admit_sampler`; done by the first, which publishes."""
+        return self._actors[0].admit_sampler.remote(name, sampler)
+
+    def dismiss_sampler(self, name: str) -> Any:
+        """See :meth:`LearnerActor.dismiss_sampler`."""
+        return self._actors[0].dismiss_sampler.remote(name)
+
     def stop(self) -> None:
         """Have them end what they do after the step in hand."""
         for actor in self._actors:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from cluster.errors import RayUnavailable
 CONNECT_TIMEOUT_SECONDS = 10.0
 """Longest that the head of an existing cluster may take to accept a connection."""
 
-OBJECT_STORE_BYTES = 1 << 30
-"""Bound on the shared memory of a local Ray, which holds the weights on their way to the samplers."""
+OBJECT_STORE_BYTES = 16 << 30
+"""Bound on the shared memory of a local Ray, which holds up to three versions of the weights, taken as they need it."""
+OBJECT_STORE_SHARE = 0.3
+"""The same, as a share of this machine's memory."""
 
 HEAD_PORT = 6379
 """Port of a Ray head unless its address says otherwise."""
@@ -88,6 +91,13 @@ def ray_runtime(*, cpus: float, dashboard: bool, metrics_port: int) -> Iterator[
         ray.shutdown()
 
 
+def _object_store_bytes() -> int:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = min(OBJECT_STORE_BYTES, int(OBJECT_STORE_SHARE * memory))
+    # Containers often have little of it, and Ray would take a disk instead.
+    return min(most, max(shutil.disk_usage("/dev/shm").free, 1 << 27)) if os.path.isdir("/dev/shm") else most
+
+
 def _start(cpus: int, dashboard: bool, metrics_port: int) -> None:
     """Start a local Ray, if need be twice: it gives itself 30 seconds, which a busy machine can miss."""
     import ray
@@ -98,7 +108,7 @@ def _start(cpus: int, dashboard: bool, metrics_port: int) -> None:
                 address="local",
                 num_cpus=cpus,
                 include_dashboard=dashboard,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=_object_store_bytes(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _metrics_export_port=metrics_port or None,

@@ -119,7 +119,7 @@ def _sampler(config: Config, replica: int) -> tuple[type[Any], dict[str, Any]]:
         return LocalSampler, {}
     if settings.kind == "sglang_jax":
         return SglangJaxSampler, {"dtype": settings.precision, "tensor": settings.tensor}
-    return SglangClient, {"url": settings.urls[replica], "weights_folder": settings.weights_folder}
+    return SglangClient, {"url": settings.urls[replica]}
 
 
 def start_workers(

@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from buffer import Buffer, BufferUnavailable, Fenced, Lease, WaitTimeout
@@ -29,7 +30,7 @@ from learner.checkpoints import Checkpoints
 from learner.critic import Critic
 from learner.gang import Gang
 from learner.models.compilations import CompilationCounter
-from learner.models.weights import gather_hf, to_hf
+from learner.models.weights import gather_hf, seen_as_hf
 from learner.packing import Ladder, Rows, empty_rows
 from learner.patience import patiently
 from learner.publisher import PublicationError, Publisher
@@ -68,6 +69,7 @@ class Learner:
         outage_seconds: float,
         anchors: Sequence[Anchor] = (),
         critic: Critic | None = None,
+        publish_dtype: Any = jnp.float32,
         gang: Gang = Gang(),  # noqa: B008 - it is immutable
     ) -> None:
         """Make a learner; nothing is started.
@@ -88,7 +90,9 @@ class Learner:
             anchors: policies whose log-probabilities the objective reads in ``Rows``; each costs a forward pass.
             critic: finds advantages by the values of the anchor ``proximal``, which it needs; None for a model without
                 a value head.
+            publish_dtype: what the samplers serve in, and so what weights are published as.
         """
+        self._publish_dtype = publish_dtype
         if critic is not None and "proximal" not in anchors:
             raise ValueError(f"anchors is {list(anchors)} with a critic; expected 'proximal' among them: add it")
         if gang.count > 1 and recipe.uninformative == "refill":
@@ -302,10 +306,9 @@ class Learner:
 
     def _publish(self, acknowledge: Callable[[], None]) -> None:
         if self._gang.count == 1:
-            snapshot = self._train.snapshot(self._state.params)
-            weights = partial(to_hf, self._model, snapshot)
+            weights = partial(seen_as_hf, self._model, self._snapshot())
         else:  # every process has a part, so they bring it together before they go on
-            whole = gather_hf(self._model, self.params)
+            whole = gather_hf(self._model, self._snapshot())
             if not self._gang.leads:
                 return
             weights = partial(dict, whole)
@@ -316,6 +319,9 @@ class Learner:
             announce=partial(patiently, announce, self._outage),
             acknowledge=partial(patiently, acknowledge, self._outage),
         )
+
+    def _snapshot(self) -> nnx.State:
+        return self._train.snapshot(self._state.params, self._publish_dtype)
 
     def _save(self) -> None:
         """Begin to write a checkpoint, of acknowledged batches only: others come again when the run is resumed.

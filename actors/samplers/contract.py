@@ -4,19 +4,22 @@
   applied to the logits, and nothing else is.
 * Every token carries the policy version that sampled it. ``update`` swaps weights between
   two decode steps; what is in flight goes on with the new weights.
-* A sampler refuses to sample before it holds a version.
+* A sampler refuses to sample before it holds a version, and verifies one before it holds it.
 
 Axes: P = prompt tokens, N = sampled tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from actors.samplers.publication import Publication
 
 
 class StopReason(StrEnum):
@@ -120,14 +123,14 @@ class Sampler(Protocol):
         """
         ...
 
-    async def update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
-        """Serve ``weights`` (Hugging Face tensor names) as ``version`` from the next decode step on.
+    async def update(self, publication: Publication) -> int:
+        """Serve published weights from the next decode step on, once they are verified.
 
         Returns:
-            The version now served: ``version``, or a newer one already held.
+            The version now served: that of the publication, or a newer one already held.
 
         Raises:
-            UpdateError: names, shapes or dtypes do not fit; the old version goes on serving.
+            UpdateError: they are not what its manifest says, or do not fit the model; the old version goes on serving.
         """
         ...
 

@@ -30,6 +30,7 @@ from actors.samplers.contract import (
     Tokens,
     UpdateError,
 )
+from actors.samplers.publication import Publication, verified
 
 _log = logging.getLogger(__name__)
 
@@ -123,10 +124,10 @@ class Engine(Protocol):
         ...
 
     def prepare(self, weights: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """Check ``weights`` and bring them to the device, beside whatever the engine is doing.
+        """Bring verified weights to the device, beside whatever the engine is doing; they never change afterwards.
 
         Raises:
-            UpdateError: names, shapes or dtypes do not fit the model, or a value is not finite.
+            UpdateError: names, shapes or dtypes do not fit the model.
         """
         ...
 
@@ -223,23 +224,23 @@ class EngineSampler:
             if open_indices:
                 self._post(*(_Abort(samples[index]) for index in open_indices))
 
-    async def update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
-        """Serve ``weights`` (Hugging Face tensor names) as ``version`` from the next step on.
+    async def update(self, publication: Publication) -> int:
+        """Serve published weights from the next step on.
 
-        The weights are checked and brought to the device beside the running requests; only the swap itself
-        happens between two steps.
+        They are verified and brought to the device beside the running requests; only the swap itself happens between
+        two steps.
 
         Returns:
-            The version now served: ``version``, or a newer one already held.
+            The version now served: that of the publication, or a newer one already held.
 
         Raises:
-            UpdateError: names, shapes or dtypes do not fit; the old version goes on serving.
+            UpdateError: they are not what its manifest says, or do not fit the model; the old version goes on serving.
             SamplerError: the engine failed.
         """
-        leaves = await asyncio.to_thread(self._engine.prepare, weights)
+        leaves = await asyncio.to_thread(lambda: self._engine.prepare(verified(publication)))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[int] = loop.create_future()
-        self._post(_Swap(loop, partial(_resolve, future), version, leaves))
+        self._post(_Swap(loop, partial(_resolve, future), publication.manifest.version, leaves))
         return await future
 
     async def status(self) -> dict[str, Any]:

@@ -51,12 +51,10 @@ class Tensor(NamedTuple):
         return (*outputs, math.prod(shape[: self.inputs])) if self.inputs else outputs
 
     def stored(self, part: np.ndarray) -> np.ndarray:
-        """One layer's parameter as a checkpoint has it, in memory of its own."""
+        """One layer's parameter as a checkpoint has it, over the same memory; its axes may lie there the other way."""
         if self.inputs:
-            part = part.reshape(math.prod(part.shape[: self.inputs]), -1).T
-        elif self.inputs is BIAS:
-            part = part.reshape(-1)
-        return np.array(part, order="C")
+            return part.reshape(math.prod(part.shape[: self.inputs]), -1).T
+        return part.reshape(-1) if self.inputs is BIAS else part
 
 
 class Source(Protocol):
@@ -131,9 +129,18 @@ class Files:
 
 
 def load_table(
-    table: Sequence[Tensor], names: set[str], abstract: nnx.State, source: Source, shardings: Any
+    table: Sequence[Tensor],
+    names: set[str],
+    abstract: nnx.State,
+    source: Source,
+    shardings: Any,
+    *,
+    borrow: bool = False,
 ) -> nnx.State:
-    """Read what a table names, each device its own part; ``names`` are those that the source has."""
+    """Read what a table names, each device its own part; ``names`` are those that the source has.
+
+    With ``borrow``, what lies in the source's memory as it is wanted may stay there.
+    """
     _check_names({name for tensor in table for name in tensor.names}, names)
     shapes = {path: leaf.shape for path, leaf in by_path(abstract).items()}
     placed = by_path(shardings) if shardings is not None else {}
@@ -143,21 +150,37 @@ def load_table(
         shape = shapes[tensor.path]
         _check_shapes(tensor, shape, source)
         values[tensor.path] = jax.make_array_from_callback(
-            shape, placed.get(tensor.path, here), partial(read_part, tensor, shape, source)
+            shape, placed.get(tensor.path, here), partial(read_part, tensor, shape, source, borrow=borrow)
         )
     return jax.tree.map_with_path(lambda path, _: values[parameter_path(path)], abstract)
 
 
-def read_part(tensor: Tensor, shape: tuple[int, ...], source: Source, index: tuple[slice, ...]) -> np.ndarray:
-    """The part of a parameter that ``index`` names, float32, in memory of its own."""
+def read_part(
+    tensor: Tensor, shape: tuple[int, ...], source: Source, index: tuple[slice, ...], *, borrow: bool = False
+) -> np.ndarray:
+    """The part of a parameter that ``index`` names, float32, in memory of its own unless that may be borrowed."""
     spans = [range(*span.indices(size)) for span, size in zip(index, shape, strict=True)]
-    part = np.empty([len(span) for span in spans], np.float32)
-    if tensor.is_stacked:
-        for position, layer in enumerate(spans[0]):
-            part[position] = _read(tensor, shape[1:], spans[1:], source, tensor.names[layer])
-    else:
-        part[...] = _read(tensor, shape, spans, source, tensor.names[0])
+    names = [tensor.names[layer] for layer in spans[0]] if tensor.is_stacked else [tensor.names[0]]
+    inner = 1 if tensor.is_stacked else 0
+    read = partial(_read, tensor, shape[inner:], spans[inner:], source)
+    whole = [len(span) for span in spans]
+    if borrow and (joined := _joined([read(name) for name in names], whole)) is not None:
+        return joined
+    part = np.empty(whole, np.float32)
+    for position, name in enumerate(names):
+        part[position if tensor.is_stacked else ...] = read(name)
     return part
+
+
+def _joined(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray | None:
+    """Arrays that lie in memory one behind the other as one array of ``shape`` there; None if they do not."""
+    first = parts[0]
+    start, size = first.ctypes.data, first.nbytes
+    for position, part in enumerate(parts):
+        if part.dtype != np.float32 or not part.flags.c_contiguous or part.ctypes.data != start + position * size:
+            return None
+    strides = first.strides if len(shape) == first.ndim else (size, *first.strides)
+    return np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
 
 
 def _read(tensor: Tensor, shape: tuple[int, ...], spans: Sequence[range], source: Source, name: str) -> np.ndarray:
@@ -188,7 +211,7 @@ def stored_tensors(table: Iterable[Tensor], params: nnx.State) -> Iterator[tuple
         for layer, name in enumerate(tensor.names):
             part = _pick(leaf, layer) if tensor.is_stacked else leaf
             host = np.asarray(part) if part.is_fully_addressable else process_allgather(part, tiled=True)
-            yield name, tensor.stored(host)
+            yield name, np.array(tensor.stored(host), order="C")
 
 
 _pick = jax.jit(partial(jax.lax.dynamic_index_in_dim, keepdims=False))

@@ -120,6 +120,14 @@ def to_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
 
     The arrays are copies: a later donation of ``params`` does not reach them.
     """
+    return {name: np.array(value, order="C") for name, value in seen_as_hf(config, params).items()}
+
+
+def seen_as_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
+    """Like :func:`to_hf` without a copy where the device's memory is the host's: ``params`` must stay as they are.
+
+    The layers of a parameter then lie one behind the other, each with its axes in the order of the parameter.
+    """
     host = by_path(jax.device_get(params))
     tensors: dict[str, np.ndarray] = {}
     for tensor in tensor_table(config):
@@ -141,18 +149,21 @@ def gather_hf(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
     return tensors
 
 
-def from_hf(config: ModelConfig, weights: Mapping[str, np.ndarray], shardings: Any = None) -> nnx.State:
+def from_hf(
+    config: ModelConfig, weights: Mapping[str, np.ndarray], shardings: Any = None, *, borrow: bool = False
+) -> nnx.State:
     """The parameters of a decoder from tensors under their Hugging Face names, in float32.
 
     Args:
         config: the decoder's shape.
         weights: tensors by name.
         shardings: as for :func:`read_params`.
+        borrow: the parameters may lie in the memory of ``weights``, which then never change; see :func:`seen_as_hf`.
 
     Raises:
         ModelError: a tensor is missing, unknown, of another shape, or not of a floating type.
     """
-    return _load(config, Arrays(weights), shardings)
+    return _load(config, Arrays(weights), shardings, borrow=borrow)
 
 
 def load_tensors(
@@ -256,14 +267,14 @@ def write_model(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _load(config: ModelConfig, source: Source, shardings: Any) -> nnx.State:
+def _load(config: ModelConfig, source: Source, shardings: Any, *, borrow: bool = False) -> nnx.State:
     """Read every parameter, each device its own part."""
     names = source.names()
     if config.tie_word_embeddings and _HEAD_NAME in names:
         _check_tied_head(source)
         names -= {_HEAD_NAME}
     table = list(tensor_table(config))
-    return load_table(table, names, abstract_model(config)[1], source, shardings)
+    return load_table(table, names, abstract_model(config)[1], source, shardings, borrow=borrow)
 
 
 def _stored_bytes(config: ModelConfig) -> dict[str, int]:

@@ -140,10 +140,20 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (["sampler.tensor=2"], ("sampler.tensor=2", "sampler.kind=local does not read it", "sampler.kind=sglang_jax")),
         (["sampler.precision=bfloat16"], ("sampler.precision=bfloat16", "local does not read it")),
         (["sampler.urls=[http://a:1]"], ("sampler.urls=['http://a:1']", "local does not read it", "kind=sglang")),
-        (["sampler.kind=sglang"], ("sampler.urls=[]", "sampler.kind=sglang needs", "set both")),
-        (["sampler.kind=sglang", "sampler.urls=[http://a:1]"], ("sampler.weights_folder=null", "set both")),
+        (["sampler.kind=sglang"], ("sampler.urls=[]", "sampler.kind=sglang needs", "set them")),
+        (["sampler.transport=folder"], ("sampler.weights_folder=null", "sampler.transport=folder needs one")),
+        (["sampler.weights_folder=/w"], ("sampler.weights_folder=/w", "object_store does not use one")),
         (
-            ["sampler.kind=sglang", "sampler.urls=[http://a:1,http://a:1]", "sampler.weights_folder=/w"],
+            ["sampler.kind=sglang", "sampler.urls=[http://a:1]"],
+            ("sampler.transport=object_store", "use sampler.transport=folder"),
+        ),
+        (
+            [
+                "sampler.kind=sglang",
+                "sampler.urls=[http://a:1,http://a:1]",
+                "sampler.weights_folder=/w",
+                "sampler.transport=folder",
+            ],
             ("sampler.urls=['http://a:1', 'http://a:1']", "twice"),
         ),
         (
@@ -151,12 +161,19 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
                 "sampler.kind=sglang",
                 "sampler.urls=[http://a:1]",
                 "sampler.weights_folder=/w",
+                "sampler.transport=folder",
                 "sampler.on_update=continue",
             ],
             ("sampler.on_update=continue", "use recompute or drain"),
         ),
         (
-            ["sampler.kind=sglang", "sampler.urls=[http://a:1]", "sampler.weights_folder=/w", "sampler.replicas=2"],
+            [
+                "sampler.kind=sglang",
+                "sampler.urls=[http://a:1]",
+                "sampler.weights_folder=/w",
+                "sampler.transport=folder",
+                "sampler.replicas=2",
+            ],
             ("sampler.replicas=2", "sglang does not read it"),
         ),
         (

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from sampler_examples import Served, make_local, make_sglang, make_sglang_jax
+from sampler_examples import Served, in_folder, make_local, make_sglang, make_sglang_jax
 from sglang_engine import make_engine
 from sglang_server import DocumentedServer
 
@@ -41,8 +41,9 @@ def documented() -> Iterator[DocumentedServer]:
 
 @pytest.fixture(scope="session")
 def served_sglang(documented: DocumentedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with closing(make_sglang(tmp_path_factory.mktemp("sglang"), documented.url)) as sampler:
-        yield Served(sampler)
+    folder = tmp_path_factory.mktemp("sglang")
+    with closing(make_sglang(folder, documented.url)) as sampler:
+        yield Served(sampler, in_folder(folder))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ Not in ``conftest.py``, whose name every test folder has: modules import what th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from actors.samplers.checkpoints import PublishedCheckpoints
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
 from actors.samplers.local import LocalSampler
+from actors.samplers.publication import Publication
 from actors.samplers.sglang.client import SglangClient
 from actors.samplers.sglang.sampler import SglangJaxSampler
 from learner.models.attention import attend_packed
@@ -91,9 +93,10 @@ class Reference:
 class Served(Reference):
     """A sampler, and the weights of every version published to it."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, publication: Callable[..., Publication] = Publication.of) -> None:
         super().__init__({})
         self.sampler = sampler
+        self.publication = publication
         self.version = -1
         self.refusal = self.run(self._sample_too_early())
         self.run(self.publish())
@@ -107,7 +110,7 @@ class Served(Reference):
     async def publish(self) -> int:
         self.version += 1
         self.weights[self.version] = make_weights(seed=self.version)
-        return await self.sampler.update(self.version, self.weights[self.version])
+        return await self.sampler.update(self.publication(self.version, self.weights[self.version]))
 
     async def _sample_too_early(self) -> Exception | None:
         try:
@@ -148,7 +151,6 @@ def make_sglang(folder: Path, url: str, **changes: Any) -> SglangClient:
     (folder / "model").mkdir()
     arguments: dict[str, Any] = {
         "url": url,
-        "weights_folder": folder / "published",
         "model": write_checkpoint(folder / "model"),
         "slots": 64,
         "context_length": CONTEXT,
@@ -157,6 +159,11 @@ def make_sglang(folder: Path, url: str, **changes: Any) -> SglangClient:
         "name": "under-test",
     }
     return SglangClient(**(arguments | changes))
+
+
+def in_folder(folder: Path) -> Callable[..., Publication]:
+    """Publishes in a folder beside the model of ``make_sglang(folder, ...)``."""
+    return PublishedCheckpoints(folder / "published", folder / "model").write
 
 
 def make_local(**changes: Any) -> LocalSampler:

@@ -25,6 +25,7 @@ from aiohttp import ClientError, ClientSession, web
 from safetensors.numpy import load_file
 
 from actors.samplers.contract import Generation, RequestError, SamplingParams, StopReason, UpdateError
+from actors.samplers.publication import Publication
 from actors.samplers.serving import _Abort, _resolve, _Sample
 
 
@@ -156,7 +157,7 @@ class DocumentedServer:
         assert not self._samples, "an update came while requests were running"
         try:
             weights = load_file(Path(body["model_path"]) / "model.safetensors")
-            await self._sampler.update(self._versions, weights)
+            await self._sampler.update(Publication.of(self._versions, weights))
         except (OSError, UpdateError) as error:
             message = f"Failed to update weights: {error}. Rolling back to original weights."
             return web.json_response({"success": False, "message": message, "num_paused_requests": 0}, status=400)

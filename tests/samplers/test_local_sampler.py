@@ -15,6 +15,7 @@ from sampler_examples import CONFIG, TOLERANCE, Reference, Served, make_local, m
 
 from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason
 from actors.samplers.local import Engine, LocalSampler
+from actors.samplers.publication import Publication
 from learner.models.config import ModelError, write_config
 
 
@@ -162,11 +163,11 @@ def test_under_drain_an_update_waits_for_what_is_in_flight_and_later_requests_wa
     weights = {0: make_weights(0), 1: make_weights(1)}
 
     async def update_in_flight() -> tuple[Generation, Generation, int]:
-        await sampler.update(0, weights[0])
+        await sampler.update(Publication.of(0, weights[0]))
         first = asyncio.ensure_future(sampler.generate([3] * 5, SamplingParams(max_tokens=80)))
         while not (await sampler.status())["running"]:
             await asyncio.sleep(0)
-        update = asyncio.ensure_future(sampler.update(1, weights[1]))
+        update = asyncio.ensure_future(sampler.update(Publication.of(1, weights[1])))
         while not sampler._inbox:  # the weights are checked in a thread first
             await asyncio.sleep(0)
         later = asyncio.ensure_future(sampler.generate([4], SamplingParams(max_tokens=5)))
@@ -241,10 +242,10 @@ def test_an_engine_failure_reaches_every_caller_and_status(monkeypatch: pytest.M
     sampler = make_local()
 
     async def use() -> tuple[list[Any], Any, dict[str, Any], dict[str, Any]]:
-        await sampler.update(0, make_weights(0))
+        await sampler.update(Publication.of(0, make_weights(0)))
         calls = [sampler.generate([1, 2], SamplingParams(max_tokens=3)) for _ in range(5)]
         failures = await asyncio.gather(*calls, return_exceptions=True)
-        (later,) = await asyncio.gather(sampler.update(1, make_weights(0)), return_exceptions=True)
+        (later,) = await asyncio.gather(sampler.update(Publication.of(1, make_weights(0))), return_exceptions=True)
         return failures, later, await sampler.status(), await sampler.health()
 
     failures, later, status, health = asyncio.run(asyncio.wait_for(use(), 60))
@@ -280,18 +281,18 @@ def test_the_model_can_be_a_checkpoint_folder(tmp_path: Path, monkeypatch: pytes
         make_local(model=tmp_path)
     write_config(CONFIG, tmp_path, eos_token_id=None)
     sampler = make_local(model=tmp_path)
-    assert asyncio.run(sampler.update(3, make_weights(0))) == 3
+    assert asyncio.run(sampler.update(Publication.of(3, make_weights(0)))) == 3
     sampler.close()
 
 
 def test_a_ray_actor_keeps_the_contract(actor: Any) -> None:
-    weights = ray.put(make_weights(0))
+    publication = ray.put(Publication.of(0, make_weights(0)))
     prompt = [1, 2, 3, 4, 5]
 
     async def use() -> tuple[Generation, list[tuple[int, Any]]]:
         with pytest.raises(SamplerError, match="version"):
             await actor.generate.remote(prompt, SamplingParams(max_tokens=1))
-        assert await actor.update.remote(0, weights) == 0
+        assert await actor.update.remote(publication) == 0
         with pytest.raises(RequestError, match="token id 77"):
             await actor.generate.remote([77], SamplingParams(max_tokens=1))
         generation = await actor.generate.remote(prompt, SamplingParams(max_tokens=10))

@@ -20,8 +20,8 @@ from actors.routing import RemoteSampler
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
 from actors.samplers.local import LocalSampler
 from actors.samplers.sglang.sampler import SglangJaxSampler
-from cluster.learner_actor import broadcast
 from cluster.loading import load_config
+from cluster.publication import Broadcaster, ObjectStore, make_transport
 from cluster.services import start_samplers
 from learner.publisher import BroadcastError
 
@@ -49,7 +49,9 @@ def test_an_actor_samples_and_fails_everyone_once_when_its_process_is_killed(
         seed=0,
         name="sampler-0",
     )
-    broadcast({"sampler-0": actor}, 250.0, 0, make_weights(0))
+    broadcast = Broadcaster(ObjectStore(), {}, timeout_seconds=250.0)
+    broadcast(0, make_weights(0))
+    assert broadcast.admit("sampler-0", actor) == 0
     prompt = np.arange(10) % CONFIG.vocab_size
 
     async def use() -> tuple[Generation, list[Any]]:
@@ -58,7 +60,7 @@ def test_an_actor_samples_and_fails_everyone_once_when_its_process_is_killed(
         calls = [asyncio.ensure_future(sampler.generate(prompt, SamplingParams(max_tokens=150))) for _ in range(8)]
         while not (await actor.status.remote())["running"]:
             await asyncio.sleep(0.01)
-        update = asyncio.ensure_future(asyncio.to_thread(broadcast, {"sampler-0": actor}, 60.0, 1, make_weights(1)))
+        update = asyncio.ensure_future(asyncio.to_thread(broadcast, 1, make_weights(1)))
         os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
         return generation, await asyncio.gather(*calls, update, return_exceptions=True)
 
@@ -70,7 +72,11 @@ def test_an_actor_samples_and_fails_everyone_once_when_its_process_is_killed(
         assert isinstance(failure, Generation | SamplerError)
         assert "\n" not in str(failure)
     with pytest.raises(BroadcastError, match="sampler-0 did not take version 2"):
-        broadcast({"sampler-0": actor}, 60.0, 2, make_weights(2))
+        broadcast(2, make_weights(2))
+    with pytest.raises(BroadcastError, match="sampler-1 did not take version 2"):
+        broadcast.admit("sampler-1", actor)
+    broadcast.dismiss("sampler-0")
+    broadcast(2, make_weights(2))  # nobody is left to wait for
 
 
 def test_the_cluster_starts_a_client_for_every_url(
@@ -80,6 +86,7 @@ def test_the_cluster_starts_a_client_for_every_url(
     overrides = [
         "sampler.kind=sglang",
         f"sampler.urls=[{documented.url}]",
+        "sampler.transport=folder",
         f"sampler.weights_folder={tmp_path / 'published'}",
         "sampler.context_length=64",
         "run.seed=3",
@@ -87,7 +94,8 @@ def test_the_cluster_starts_a_client_for_every_url(
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     samplers = start_samplers(config, "run", write_checkpoint(tmp_path / "model"))
     assert list(samplers) == ["sampler-0"]
-    broadcast(samplers, 60.0, 5, make_weights(5))
+    transport = make_transport(config.sampler, "run", tmp_path / "model")
+    Broadcaster(transport, samplers, timeout_seconds=60.0)(5, make_weights(5))
 
     async def sample() -> Generation:
         return await RemoteSampler("sampler-0", samplers["sampler-0"]).generate([1, 2], SamplingParams(max_tokens=99))

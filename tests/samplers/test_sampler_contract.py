@@ -12,6 +12,7 @@ from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Served, make_weights
 from scipy import stats
 
 from actors.samplers.contract import Generation, RequestError, SamplingParams, StopReason, UpdateError
+from actors.samplers.publication import Manifest, Publication
 
 
 def _prompt(random: np.random.Generator, length: int) -> np.ndarray:
@@ -239,7 +240,24 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_version_goes_on(served:
         weights = make_weights(seed=99)
         spoil(weights)
         with pytest.raises(UpdateError, match=r"model\."):
-            await served.sampler.update(served.version + 1, weights)
+            await served.sampler.update(served.publication(served.version + 1, weights))
+        return await served.sampler.generate([1, 2, 3], SamplingParams(max_tokens=8))
+
+    generation = served.run(update())
+    assert set(generation.versions.tolist()) == {served.version}
+    assert served.worst_difference(np.array([1, 2, 3]), generation) <= TOLERANCE
+
+
+def test_weights_that_are_not_those_of_their_manifest_are_refused_and_the_old_version_goes_on(served: Served) -> None:
+    async def update() -> Generation:
+        honest = served.publication(served.version + 1, make_weights(seed=97))
+        name = "model.norm.weight"
+        wrong = honest.manifest.tensors[name]._replace(digest=1)
+        manifest = Manifest(honest.manifest.version, {**honest.manifest.tensors, name: wrong})
+        with pytest.raises(UpdateError, match=r"tensor model\.norm\.weight has digest .*publish it again"):
+            await served.sampler.update(Publication(manifest, honest.parts))
+        with pytest.raises(UpdateError, match="expected a Publication"):
+            await served.sampler.update(b"garbage")
         return await served.sampler.generate([1, 2, 3], SamplingParams(max_tokens=8))
 
     generation = served.run(update())
@@ -249,7 +267,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_version_goes_on(served:
 
 def test_an_older_version_changes_nothing_and_the_newer_one_is_acknowledged(served: Served) -> None:
     async def update() -> tuple[int, Generation]:
-        held = await served.sampler.update(served.version - 1, make_weights(seed=98))
+        held = await served.sampler.update(served.publication(served.version - 1, make_weights(seed=98)))
         return held, await served.sampler.generate([4, 5], SamplingParams(max_tokens=6))
 
     held, generation = served.run(update())

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from sampler_examples import CONFIG, TOLERANCE, Served, make_sglang, make_weights, write_checkpoint
+from sampler_examples import CONFIG, TOLERANCE, Served, in_folder, make_sglang, make_weights, write_checkpoint
 from sglang_server import DocumentedServer, ForwardingServer, SglangJaxServer
 
 from actors.samplers.contract import Generation, SamplerError, SamplingParams, StopReason, UpdateError
+from actors.samplers.publication import Publication
 
 
 def test_new_weights_are_told_in_the_documented_words(documented: DocumentedServer, served_sglang: Served) -> None:
@@ -78,14 +79,16 @@ def test_an_end_that_only_the_server_knows_is_no_end(
 def test_a_checkpoint_that_the_server_refuses_leaves_the_old_version_serving(
     documented: DocumentedServer, served_sglang: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(version: int, weights: Any) -> int:
+    async def refuse(publication: Publication) -> int:
         raise UpdateError("no room")
 
     async def update_and_sample() -> Generation:
         with monkeypatch.context() as patch:
             patch.setattr(documented._sampler, "update", refuse)
             with pytest.raises(UpdateError, match="Failed to update weights: no room"):
-                await served_sglang.sampler.update(served_sglang.version + 1, make_weights(0))
+                await served_sglang.sampler.update(
+                    served_sglang.publication(served_sglang.version + 1, make_weights(0))
+                )
         return await served_sglang.sampler.generate([1, 2, 3], SamplingParams(max_tokens=8))
 
     generation = served_sglang.run(update_and_sample())
@@ -96,14 +99,15 @@ def test_a_checkpoint_that_the_server_refuses_leaves_the_old_version_serving(
 def test_after_an_update_of_unknown_outcome_nothing_is_sampled_until_the_next(
     documented: DocumentedServer, served_sglang: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(version: int, weights: Any) -> int:
+    async def fail(publication: Publication) -> int:
         raise RuntimeError("the loader crashed")
 
     async def update_and_sample() -> Generation:
         with monkeypatch.context() as patch:
             patch.setattr(documented._sampler, "update", fail)
             with pytest.raises(SamplerError, match="update_weights_from_disk with status 500"):
-                await served_sglang.sampler.update(served_sglang.version + 1, make_weights(served_sglang.version + 1))
+                version = served_sglang.version + 1
+                await served_sglang.sampler.update(served_sglang.publication(version, make_weights(version)))
         with pytest.raises(SamplerError, match="no policy version is held"):
             await served_sglang.sampler.generate([1], SamplingParams(max_tokens=1))
         await served_sglang.publish()
@@ -136,7 +140,7 @@ def test_an_answer_in_another_form_is_an_error_of_the_sampler(
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     with closing(make_sglang(tmp_path, "http://127.0.0.1:9")) as client:
         with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 does not answer") as caught:
-            asyncio.run(client.update(0, make_weights(0)))
+            asyncio.run(client.update(in_folder(tmp_path)(0, make_weights(0))))
         assert "\n" not in str(caught.value)
         assert not asyncio.run(client.health())["alive"]
 
@@ -147,10 +151,10 @@ def test_under_drain_the_server_is_waited_for_and_never_interrupted(
     with closing(make_sglang(tmp_path, documented.url, on_update="drain")) as client:
 
         async def update_in_flight() -> tuple[Generation, Generation]:
-            await client.update(0, make_weights(0))
+            await client.update(in_folder(tmp_path)(0, make_weights(0)))
             first = asyncio.ensure_future(client.generate([3] * 5, SamplingParams(max_tokens=100)))
             await client.generate([4], SamplingParams(max_tokens=5))
-            update = asyncio.ensure_future(client.update(1, make_weights(1)))
+            update = asyncio.ensure_future(client.update(in_folder(tmp_path)(1, make_weights(1))))
             while client._open.is_set():
                 await asyncio.sleep(0.001)
             later = asyncio.ensure_future(client.generate([4], SamplingParams(max_tokens=5)))
@@ -180,7 +184,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SglangJaxSe
             closing(ForwardingServer(server.url)) as front,
             closing(make_sglang(client_folder, front.url, slots=8)) as client,
         ):
-            yield server, Served(client)
+            yield server, Served(client, in_folder(client_folder))
     finally:
         server.kill()
 
@@ -233,7 +237,7 @@ def test_a_real_server_is_paused_around_an_update(real: tuple[SglangJaxServer, S
         await asyncio.sleep(0.2)
         served.version += 1
         served.weights[served.version] = served.weights[0]  # the server in front says so, and changes nothing
-        await served.sampler.update(served.version, served.weights[0])
+        await served.sampler.update(served.publication(served.version, served.weights[0]))
         return await asyncio.gather(*calls)
 
     generations = served.run(update_in_flight())

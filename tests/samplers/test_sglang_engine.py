@@ -11,6 +11,7 @@ from sampler_examples import CONFIG, TOLERANCE, Reference, Served, make_weights
 from sglang_engine import finish, make_engine, publish
 
 from actors.samplers.contract import RequestError, SamplerError, SamplingParams, UpdateError
+from actors.samplers.publication import Publication
 from actors.samplers.sglang.engine import SglangEngine
 from actors.samplers.sglang.release import ReleaseError
 from actors.samplers.sglang.sampler import SglangJaxSampler
@@ -97,7 +98,7 @@ def test_weights_are_copied_before_they_are_served(served_sglang_jax: Served) ->
         served_sglang_jax.version += 1
         weights = make_weights(7)
         served_sglang_jax.weights[served_sglang_jax.version] = make_weights(7)
-        await served_sglang_jax.sampler.update(served_sglang_jax.version, weights)
+        await served_sglang_jax.sampler.update(Publication.of(served_sglang_jax.version, weights))
         params = SamplingParams(max_tokens=10, temperature=0.0)
         before = await served_sglang_jax.sampler.generate([1, 2, 3], params)
         for value in weights.values():

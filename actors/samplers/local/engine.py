@@ -152,20 +152,15 @@ class Engine:
                 self._deadlines_S[slot] = -np.inf
 
     def prepare(self, weights: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """Check ``weights`` and bring them to the device, beside whatever the engine is doing.
+        """Bring verified weights to the device, beside whatever the engine is doing; they never change afterwards.
 
         Raises:
-            UpdateError: names, shapes or dtypes do not fit the model, or a value is not finite.
+            UpdateError: names, shapes or dtypes do not fit the model.
         """
-        if not isinstance(weights, Mapping) or not all(isinstance(value, np.ndarray) for value in weights.values()):
-            raise UpdateError("the weights are not arrays by name; expected a mapping of Hugging Face names to arrays")
         try:
-            leaves = jax.tree.leaves(from_hf(self.config, weights))
+            leaves = jax.tree.leaves(from_hf(self.config, weights, borrow=True))
         except ModelError as error:
             raise UpdateError(f"the weights do not fit the served model: {error}") from error
-        broken = [name for name, value in weights.items() if not np.isfinite(value).all()]
-        if broken:
-            raise UpdateError(f"tensor {broken[0]} holds values that are not finite; expected finite weights")
         return jax.block_until_ready(leaves)
 
     def swap(self, version: int, leaves: list[jax.Array]) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,8 +31,8 @@ from actors.samplers.contract import (
     Tokens,
     UpdateError,
 )
+from actors.samplers.publication import FolderParts, Publication, verified
 from actors.samplers.requests import check_params, checked_prompt, drawn_seed, folded_seed
-from actors.samplers.sglang.checkpoints import PublishedCheckpoints
 from actors.samplers.sglang.server import Reply, SglangServer
 
 ABORT_SECONDS = 5.0
@@ -55,7 +55,6 @@ class SglangClient:
         self,
         *,
         url: str,
-        weights_folder: Path,
         model: Path | str,
         slots: int,
         context_length: int,
@@ -67,7 +66,6 @@ class SglangClient:
 
         Args:
             url: of the server, which must serve the model's architecture.
-            weights_folder: folder that the server sees under the same path.
             model: checkpoint folder of the model; shapes and vocabulary are read from it.
             slots: requests that the server is given at once; others wait here.
             context_length: most tokens of a request, prompt and sampled.
@@ -88,7 +86,6 @@ class SglangClient:
                 "use recompute or drain"
             )
         self._server = SglangServer(url)
-        self._checkpoints = PublishedCheckpoints(Path(weights_folder), Path(model))
         self._vocabulary = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
         self._context_length = context_length
         self._random = np.random.default_rng(seed)
@@ -130,9 +127,9 @@ class SglangClient:
             for task in pending:
                 task.cancel()
 
-    async def update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
-        """As ``Sampler.update``: the weights are written to ``weights_folder``, and the server is told to load them."""
-        return await self._within(self._update(version, weights))
+    async def update(self, publication: Publication) -> int:
+        """As ``Sampler.update``, of a publication in a folder that the server sees: it is told to load that."""
+        return await self._within(self._update(publication))
 
     async def status(self) -> dict[str, Any]:
         """Version, requests in flight, totals since the start."""
@@ -245,10 +242,19 @@ class SglangClient:
         with suppress(SamplerError):  # whoever waits for the request hears of a dead server
             await self._server.abort(rid)
 
-    async def _update(self, version: int, weights: Mapping[str, np.ndarray]) -> int:
+    async def _update(self, publication: Publication) -> int:
+        held = self._version
+        if isinstance(publication, Publication) and held is not None and publication.manifest.version <= held:
+            return held  # its folder may be gone already
+        await asyncio.to_thread(verified, publication)
+        version, parts = publication.manifest.version, publication.parts
         if not isinstance(version, int) or version < 0:
             raise UpdateError(f"version is {version!r}; expected an integer of at least 0")
-        folder = await asyncio.to_thread(self._checkpoints.write, version, weights)
+        if not isinstance(parts, FolderParts):
+            raise UpdateError(
+                f"version {version} lies in {type(parts).__name__}; an SGLang server loads weights from a folder: "
+                "publish with sampler.transport=folder"
+            )
         async with self._updating:
             if self._version is not None and version <= self._version:
                 return self._version
@@ -258,7 +264,7 @@ class SglangClient:
                 await self._quiesce()
                 held, self._version = self._version, None  # unless the server says what it holds, nobody knows
                 try:
-                    await self._server.update_weights(folder, version, LOAD_SECONDS)
+                    await self._server.update_weights(parts.folder, version, LOAD_SECONDS)
                 except UpdateError:  # it went back to what it had
                     self._version = held
                     raise

@@ -167,7 +167,7 @@ class SglangEngine:
             held.deadline = -np.inf
 
     def prepare(self, weights: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """Check ``weights`` and bring them to the devices, beside whatever the engine is doing.
+        """Bring verified weights to the devices, beside whatever the engine is doing.
 
         Raises:
             UpdateError: names, shapes or dtypes do not fit the model, or a value is not finite.

@@ -1,7 +1,6 @@
 """Hugging Face tensors to the leaves of an engine's parameters, by the engine's own table.
 
-Checked against the table before anything is replaced: every tensor there, none unknown, shapes and dtypes that fit,
-values finite.
+Checked against the table before anything is replaced: every tensor there, none unknown, shapes and dtypes that fit.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ def check_weights(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[
     """Find out whether ``weights`` are those of the served model, whose tensors have ``shapes``.
 
     Raises:
-        UpdateError: a tensor is missing, unknown, misshapen, not of floating point, or not finite.
+        UpdateError: a tensor is missing, unknown, misshapen, or not of floating point.
     """
-    if not isinstance(weights, Mapping) or not all(isinstance(value, np.ndarray) for value in weights.values()):
-        raise UpdateError("the weights are not arrays by name; expected a mapping of Hugging Face names to arrays")
     for problem, names in (
         ("is missing", sorted(shapes.keys() - weights.keys())),
         ("is unknown to the served model", sorted(weights.keys() - shapes.keys())),
@@ -44,8 +41,6 @@ def check_weights(weights: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[
             )
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise UpdateError(f"tensor {name} is {value.dtype}; expected floating point")
-        if not np.isfinite(value).all():
-            raise UpdateError(f"tensor {name} holds values that are not finite; expected finite weights")
 
 
 class _Tensor(NamedTuple):
@@ -95,7 +90,7 @@ class WeightTable:
         """The leaves that hold ``weights``, on the engine's devices and in its dtype; its own stay as they are.
 
         Raises:
-            UpdateError: a tensor is missing, unknown, misshapen, not of floating point, or not finite.
+            UpdateError: a tensor is missing, unknown, misshapen, or not of floating point.
         """
         check_weights(weights, {name: tensor.shape for name, tensor in self._tensors.items()})
         leaves: list[Any] = [None] * len(self._leaves)
