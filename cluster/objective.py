@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,8 +71,8 @@ def make_objective(config: ObjectiveConfig) -> Objective:
     )
 
 
-def make_recipe(config: Config) -> Recipe:
-    """What becomes of leased groups."""
+def make_recipe(config: Config, samplers: Sequence[str] = ()) -> Recipe:
+    """What becomes of leased groups, of ``samplers`` by name."""
     objective = config.objective
     extra = objective.refill_leases or config.buffer.max_staleness
     return Recipe(
@@ -83,6 +83,7 @@ def make_recipe(config: Config) -> Recipe:
         extra_leases=extra if objective.zero_variance == "refill" else 0,
         mask_truncated=objective.overlong.treatment == "mask",
         length_penalty=_length_penalty(config),
+        samplers=tuple(samplers),
     )
 
 

@@ -38,6 +38,7 @@ class Example:
         advantages: float32[S], how much better than expected the choice of each token was; read where ``mask`` is true.
         rewards: float32[S], reward of the turn of each sampled token; None where no values are learned.
         is_cut: whether the sequence was cut off before its end.
+        sampler: number of the sampler that sampled it; -1 if that is not known.
     """
 
     tokens: np.ndarray
@@ -47,6 +48,7 @@ class Example:
     advantages: np.ndarray
     rewards: np.ndarray | None = None
     is_cut: bool = False
+    sampler: int = -1
 
 
 class Rows(NamedTuple):
@@ -60,6 +62,7 @@ class Rows(NamedTuple):
         mask: bool, whether that target is trained.
         logprobs: float32, behaviour log-probability of the target.
         versions: int32, policy version that sampled the target.
+        samplers: int32, number of the sampler that sampled the target; -1 if that is not known.
         advantages: float32, advantage of the target; with a value head its weight, until the learner fills it in.
         proximal: float32, log-probability of the target at the start of the step; 0 until the learner fills it in.
         reference: float32, log-probability of the target under the reference policy; 0 until the learner fills it in.
@@ -76,6 +79,7 @@ class Rows(NamedTuple):
     mask: Array
     logprobs: Array
     versions: Array
+    samplers: Array
     advantages: Array
     proximal: Array
     reference: Array
@@ -93,6 +97,7 @@ _DTYPES = {
     "mask": np.bool_,
     "logprobs": np.float32,
     "versions": np.int32,
+    "samplers": np.int32,
     "advantages": np.float32,
     "proximal": np.float32,
     "reference": np.float32,
@@ -245,6 +250,7 @@ def _micro_batch(examples: Sequence[Example], rows: Sequence[_Row], shape: tuple
             batch.mask[r, predicting] = example.mask[1:]
             batch.logprobs[r, predicting] = example.logprobs[1:]
             batch.versions[r, predicting] = example.versions[1:]
+            batch.samplers[r, predicting] = example.sampler
             batch.advantages[r, predicting] = example.advantages[1:]
             if example.rewards is not None:
                 batch.rewards[r, predicting] = example.rewards[1:]

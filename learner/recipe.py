@@ -60,6 +60,7 @@ class Recipe:
             because leased groups take up slots until they are acknowledged.
         mask_truncated: leave out trajectories that were cut off; they still count in the baseline of their group.
         length_penalty: from a trajectory's number of tokens to what is subtracted from its reward; None for nothing.
+        samplers: names of the samplers, in the order of their numbers.
     """
 
     credit: Credit
@@ -69,6 +70,7 @@ class Recipe:
     extra_leases: int = 0
     mask_truncated: bool = False
     length_penalty: Callable[[int], float] | None = None
+    samplers: tuple[str, ...] = ()
 
     def prepare(self, leases: Sequence[Lease]) -> Prepared:
         """Turn the groups of all ``leases`` into one batch, to be trained by the version of the first."""
@@ -103,6 +105,7 @@ class Recipe:
                         advantages=spread(correction * advantage_K, t.loss_mask),
                         rewards=spread(self._rewards(t), t.loss_mask),
                         is_cut=t.status is Status.TRUNCATED,
+                        sampler=self.samplers.index(t.sampler) if t.sampler in self.samplers else -1,
                     )
                     for t, advantage_K in kept
                 ]

@@ -42,6 +42,7 @@ def random_case(seed: int = 0) -> tuple[TokenScores, Rows]:
         mask=mask,
         logprobs=near(0.6),
         versions=rng.integers(0, VERSION + 1, SHAPE).astype(np.int32),
+        samplers=np.zeros(SHAPE, np.int32),
         advantages=rng.normal(size=SHAPE).astype(np.float32),
         proximal=near(0.3),
         reference=near(0.4),
