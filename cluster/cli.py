@@ -266,9 +266,9 @@ def _errors_reported() -> Iterator[None]:
         _report("stopped")
         raise typer.Exit(128 + signal.SIGINT) from None
     except Exception as error:
-        from cluster.errors import ConfigError, ServiceDied, is_mendable, root_cause
+        from cluster.errors import ConfigError, RunEnded, ServiceDied, is_mendable, root_cause
 
-        if isinstance(error, ServiceDied):
+        if isinstance(error, ServiceDied | RunEnded):
             _report(f"error: {error}")
             raise typer.Exit(EXIT_FAILED) from None
         cause = root_cause(error)

@@ -26,6 +26,7 @@ def check_combinations(config: Config) -> None:
         _check_lengths,
         _check_sampler,
         _check_batch,
+        _check_agreement,
         _check_model,
         _check_objective,
         _check_buffer,
@@ -128,6 +129,19 @@ def _check_batch(config: Config) -> None:
             f"buffer.group_size=1: objective.advantage={config.objective.advantage} compares the trajectories of "
             "a group, and one alone has advantage 0; use at least 2, or objective.advantage=reinforce, gae or vtrace"
         )
+
+
+def _check_agreement(config: Config) -> None:
+    agreement = config.learner.agreement
+    if agreement.every_steps:
+        return
+    for setting in ("max_mean", "max_outside_fraction", "on_alarm"):
+        value, default = getattr(agreement, setting), type(agreement).model_fields[setting].default
+        if value != default:
+            raise ValueError(
+                f"learner.agreement.{setting}={value}: learner.agreement.every_steps=0 checks nothing; leave it out, "
+                "or check every so many steps"
+            )
 
 
 def _check_model(config: Config) -> None:

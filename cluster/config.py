@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from cluster.agreement_config import AgreementConfig
 from cluster.combinations import check_combinations
 from cluster.objective_config import ObjectiveConfig
 from cluster.section import AbsolutePath, Count, Cpus, Fraction, Seconds, Section
@@ -298,6 +299,8 @@ class LearnerConfig(Section):
     layers with what enters them kept in the host's memory."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type of matrix products and activations; parameters, moments and log-probabilities are float32 in any case."""
+    agreement: AgreementConfig = AgreementConfig()
+    """Whether sampler and learner give the same tokens the same log-probabilities."""
     checkpoint_every_steps: Count = 50
     """Steps from one checkpoint to the next."""
     checkpoints_kept: Count = 2

@@ -21,6 +21,10 @@ class ServiceDied(RuntimeError):
     """The process of a service ended in the middle of a run: reported as one line, with exit status 1."""
 
 
+class RunEnded(RuntimeError):
+    """A run ended itself, as it was told to: reported as one line, with exit status 1."""
+
+
 _ELSEWHERE = (
     ("actors.chat", "ChatError"),
     ("actors.environments", "EnvironmentSetupError"),

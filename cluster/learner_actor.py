@@ -23,6 +23,7 @@ from actors.chat import Chat
 from actors.tokenizers import write_character_tokenizer
 from buffer import Buffer
 from cluster.adapters import checkpoint_identity, first_adapters, make_lora
+from cluster.agreement import make_agreement
 from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
 from cluster.objective import make_anchors, make_critic, make_objective, make_recipe, make_value_gradient
@@ -150,9 +151,10 @@ class LearnerActor:
             step,
             params,
             ladder=self._ladder.part(self._gang.count),
-            recipe=make_recipe(self._config),
+            recipe=make_recipe(self._config, tuple(samplers)),
             anchors=make_anchors(self._config.objective),
             critic=make_critic(self._config.objective, step.mesh),
+            agreement=make_agreement(self._config, step, tuple(samplers)),
             buffer=Buffer(
                 buffer_url,
                 run,
@@ -228,9 +230,9 @@ class LearnerActor:
         """End the training after the step in hand."""
         self._stop.set()
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: Mapping[str, float | str]) -> None:
         if self._gang.leads:  # nobody polls the others
-            self._records.put(record)
+            self._records.put(dict(record))
 
     def _export(self, model: ModelConfig, params: nnx.State, source: Path, target: Path) -> None:
         """Write weights to ``target``, with the tokenizer of ``source``; the first process of the gang does."""

@@ -138,6 +138,7 @@ def _rows(snapshot: Snapshot, success: MovingSuccess) -> list[tuple[Text, Text, 
     idle, limit = snapshot.get("learner_idle_fraction"), snapshot.get("staleness_limit")
     mean, oldest = snapshot.get("staleness_mean"), snapshot.get("staleness_max")
     tokens, episodes = snapshot.get("sampler_tokens_per_second"), snapshot.get("episodes_per_second")
+    apart, furthest = snapshot.get("agreement_mean"), snapshot.get("agreement_max")
     outstanding = [snapshot.get("groups_reserved"), snapshot.get("groups_ready"), snapshot.get("groups_leased")]
     curve = Text(sparkline(success.history, SPARKLINE_WIDTH), style="green")
     return [
@@ -153,6 +154,11 @@ def _rows(snapshot: Snapshot, success: MovingSuccess) -> list[tuple[Text, Text, 
                 else "{} playing, {} ready, {} training".format(*outstanding)
                 + (f" of {snapshot['groups_limit']}" if "groups_limit" in snapshot else "")
             ),
+        ),
+        (
+            *_pair("agreement", apart, "{:.1e} nats" + (f", {furthest:.1e} max" if furthest is not None else "")),
+            Text(""),
+            Text(""),
         ),
     ]
 

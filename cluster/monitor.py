@@ -44,6 +44,7 @@ class Monitor:
         self._snapshot: Snapshot = {"staleness_limit": staleness_limit}
         self._sampled = (time.monotonic(), 0)
         self._told: dict[tuple[str, str], int] = {}
+        self._alarms = 0
         self.stats: Stats | None = None
         self.sampler_compilations = 0
         self.steps = 0
@@ -72,6 +73,10 @@ class Monitor:
             self._folder.append_metrics("step", record)
             self._snapshot.update({name: record[name] for name in Snapshot.__annotations__ if name in record})  # type: ignore[typeddict-item]
             self.steps = int(record["step"])
+            if "agreement_alarm" in record:
+                self._alarms += 1
+                if self._alarms & (self._alarms - 1) == 0:  # the 1st, 2nd, 4th, ...: told ever more rarely
+                    self._display.note(f"alarm {self._alarms}, step {self.steps}: {record['agreement_alarm']}")
 
     def _ask(self, services: Mapping[str, Any]) -> list[dict[str, Any]]:
         statuses: list[dict[str, Any]] = ray.get(

@@ -29,8 +29,9 @@ def summarise_run(
 
     Returns:
         ``success_before`` and ``success_after`` are None as long as nothing was evaluated at the start and at the
-        end; ``max_logprob_difference`` is over all tokens that were trained by the very version that had sampled them,
-        None if there were none. In ``groups``, ``reserved`` is the sum of all the others.
+        end. ``agreement`` is that of sampler and learner: ``checks`` that found tokens, ``no_tokens`` that found none,
+        ``alarms``; what the ``last`` check of the first kind found, and of each number the ``worst`` of all. In
+        ``groups``, ``reserved`` is the sum of all the others.
     """
     # A run resumed after a crash makes the steps after its checkpoint again: the last record of each counts.
     steps = list({record["step"]: record for record in records if record["kind"] == "step"}.values())
@@ -38,7 +39,6 @@ def summarise_run(
     last_step = int(steps[-1]["step"]) if steps else 0
     before = next((e for e in evaluations if e["step"] == 0), None)
     after = next((e for e in reversed(evaluations) if e["step"] == last_step > 0), None)
-    compared = [s["logprob_difference_max"] for s in steps if s["logprob_difference_tokens"]]
     return {
         "sampler": sampler_kind,
         "success_before": before and before["success_mean"],
@@ -53,7 +53,7 @@ def summarise_run(
         "compilations_after_warmup": sampler_compilations
         + max((int(s["compilations_after_warmup"]) for s in steps), default=0),
         "learner_idle_fraction": steps[-1]["learner_idle_fraction"] if steps else None,
-        "max_logprob_difference": max(compared, default=None),
+        "agreement": _agreement(steps),
         "groups": {
             "reserved": stats.counters["reserved"],
             **{name: stats.counters[name] for name in OUTCOMES},
@@ -77,9 +77,29 @@ def outcome_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "groups": ", ".join(f"{count} {name}" for name, count in groups.items() if count),
         "seconds": f"{summary['seconds']:.0f}",
     }
-    if summary["max_logprob_difference"] is not None:
-        rows["sampler and learner differ by"] = f"{summary['max_logprob_difference']:.1e} nats at most"
+    agreement = summary["agreement"]
+    if agreement["worst"] is not None:
+        rows["sampler and learner differ by"] = f"{agreement['worst']['max']:.1e} nats at most"
+    if agreement["alarms"]:
+        rows["alarms"] = f"{agreement['alarms']} of {agreement['checks']} checks of sampler and learner"
     return rows
+
+
+_COMPARED = ("mean", "p95", "max", "outside_fraction", "k3")
+
+
+def _agreement(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of sampler and learner; see :func:`summarise_run`."""
+    ended = [step for step in steps if "agreement_version" in step]
+    found = [step for step in ended if step["agreement_tokens"]]
+    last = {name: found[-1][f"agreement_{name}"] for name in ("version", "tokens", *_COMPARED)} if found else None
+    return {
+        "checks": len(found),
+        "no_tokens": len(ended) - len(found),
+        "alarms": sum("agreement_alarm" in step for step in found),
+        "worst": {name: max(step[f"agreement_{name}"] for step in found) for name in _COMPARED} if found else None,
+        "last": last,
+    }
 
 
 def _share(value: float | None) -> str:

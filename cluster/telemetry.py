@@ -19,6 +19,8 @@ class Snapshot(TypedDict, total=False):
     staleness_mean: Annotated[float, "Mean staleness of the newest batch, in versions"]
     staleness_max: Annotated[int, "Largest staleness of the newest batch, in versions"]
     staleness_limit: Annotated[int, "Largest staleness allowed, in versions"]
+    agreement_mean: Annotated[float, "Mean difference of sampler's and learner's log-probabilities when last checked"]
+    agreement_max: Annotated[float, "Largest difference of sampler's and learner's log-probabilities then"]
     learner_idle_fraction: Annotated[float, "Share of the time since the first step that the learner waited for data"]
     sampler_tokens_per_second: Annotated[float, "Tokens sampled per second by all samplers"]
     episodes_per_second: Annotated[float, "Episodes ended per second"]

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 from buffer import Buffer
 from cluster.config import Config
 from cluster.display import Display, open_display
-from cluster.errors import ServiceDied
+from cluster.errors import RunEnded, ServiceDied, root_cause
 from cluster.evaluation import EvaluationRun, evaluate_policy
 from cluster.inputs import check_inputs, check_sampler
 from cluster.learner_gang import LearnerGang
@@ -30,6 +30,7 @@ from cluster.services import buffer_service, start_samplers, start_workers
 from cluster.session import Session, Stopped, session
 from cluster.summary import outcome_rows, summarise_run
 from cluster.waiting import START_SECONDS, wait_for, wait_until_up
+from learner.agreement import DisagreementError
 
 LOOK_SECONDS = 1.0
 """From one look at the services to the next."""
@@ -51,6 +52,7 @@ def train(config: Config) -> int:
     Raises:
         RunFailed: a service failed after the training had begun.
         ServiceDied: the process of one ended.
+        RunEnded: sampler and learner disagree, and ``learner.agreement.on_alarm`` is ``stop``.
     """
     started = time.monotonic()
     settings = config.telemetry
@@ -128,6 +130,7 @@ class TrainingRun:
         Raises:
             RunFailed: a service failed.
             ServiceDied: the process of one ended.
+            RunEnded: the learner ended the run because it disagrees with the samplers.
         """
         self._display.phase("training", self._config.learner.steps)
         playing = [worker.run.remote() for worker in self._workers.values()]
@@ -145,6 +148,14 @@ class TrainingRun:
                 f"see the logs in {self._work.logs}, and go on with: {self._folder.resume_command()}"
             ) from error
         except (RayError, TimeoutError) as error:
+            cause = root_cause(error)
+            if isinstance(cause, DisagreementError):
+                self._drain(playing)
+                self._services().collect()
+                raise RunEnded(
+                    f"{cause}; learner.agreement.on_alarm=stop ended the run, go on with: "
+                    f"{self._folder.resume_command()}"
+                ) from error
             self._rescue(training)
             raise RunFailed(f"a service failed: {error}; its log is in {self._work.logs}") from error
         return self._steps >= self._config.learner.steps

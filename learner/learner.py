@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from buffer import Buffer, BufferUnavailable, Fenced, Lease, WaitTimeout
+from learner.agreement import AgreementMonitor, DisagreementError
 from learner.checkpoints import Checkpoints
 from learner.critic import Critic
 from learner.gang import Gang
@@ -40,8 +41,8 @@ from learner.stream import Batch, Stream
 
 logger = logging.getLogger(__name__)
 
-type Record = dict[str, float]
-"""Numbers of one step, for metrics; see :meth:`Learner.run`."""
+type Record = dict[str, float | str]
+"""Numbers of one step, for metrics, and a line where there is something to warn of; see :meth:`Learner.run`."""
 
 type Anchor = Literal["proximal", "reference"]
 """A policy that the objective compares with: that at the start of the step, or that at the start of the run."""
@@ -70,6 +71,7 @@ class Learner:
         anchors: Sequence[Anchor] = (),
         critic: Critic | None = None,
         publish_dtype: Any = jnp.float32,
+        agreement: AgreementMonitor | None = None,
         gang: Gang = Gang(),  # noqa: B008 - it is immutable
     ) -> None:
         """Make a learner; nothing is started.
@@ -91,6 +93,7 @@ class Learner:
             critic: finds advantages by the values of the anchor ``proximal``, which it needs; None for a model without
                 a value head.
             publish_dtype: what the samplers serve in, and so what weights are published as.
+            agreement: looks whether sampler and learner agree; None for nobody.
         """
         self._publish_dtype = publish_dtype
         if critic is not None and "proximal" not in anchors:
@@ -108,6 +111,7 @@ class Learner:
         self._train, self._model = step, step.model
         self._params: nnx.State | None = params
         self._ladder, self._recipe, self._anchors, self._critic = ladder, recipe, tuple(anchors), critic
+        self._agreement = agreement
         self._reference: nnx.State | None = None
         self._buffer = buffer
         self._publisher, self._checkpoints, self._gang = publisher, checkpoints, gang
@@ -168,7 +172,10 @@ class Learner:
             taken = max(taken, saved_version)
             logger.info("going on from the checkpoint of step %d", latest)
         self._state = self._train.warm_up(self._state)
-        jax.block_until_ready(self._judged([self._train.put(empty_rows(shape)) for shape in self._ladder.shapes]))
+        padding = [self._train.put(empty_rows(shape)) for shape in self._ladder.shapes]
+        jax.block_until_ready(self._judged(padding))
+        if self._agreement is not None:
+            self._agreement.warm_up(self._state.params, padding)
         epoch = self._begin_epoch(saved_version) if self._gang.leads else 0
         [self._epoch] = self._gang.follow([epoch])
         self._version = taken + 1
@@ -191,6 +198,7 @@ class Learner:
                   finished publication), learner_idle_fraction (waiting ÷ all, since the first batch arrived)
                 * grad_norm, learning_rate and what the objective reports, such as ``objectives.diagnostics.diagnose``
                 * with a critic, value_mean and explained_variance
+                * where a check of sampler and learner ended, what ``agreement.AgreementMonitor`` says
                 * compilations_after_warmup
 
         Raises:
@@ -199,6 +207,7 @@ class Learner:
             BufferUnavailable: the buffer was away for longer than allowed.
             Fenced: another learner has taken over the run.
             DivergedError: loss or gradient is not finite.
+            DisagreementError: sampler and learner disagree, and the monitor is to end the run then.
         """
         stream = Stream(
             self._buffer,
@@ -223,11 +232,14 @@ class Learner:
                 idle = time.monotonic() - waiting
                 if self._step + 1 < total_steps:
                     stream.request(batch.next_version)
-                on_step(self._make_step(batch, idle))
+                record = self._make_step(batch, idle)
+                on_step(record)
+                if self._agreement is not None and self._agreement.stops and "agreement_alarm" in record:
+                    raise DisagreementError(record["agreement_alarm"])
                 if self._step % self._checkpoint_every == 0:
                     self._save()
                 self._confirm_saved(self._outage)
-        except (WaitTimeout, BufferUnavailable):
+        except (WaitTimeout, BufferUnavailable, DisagreementError):
             with contextlib.suppress(PublicationError, BufferUnavailable):  # the first error is the one to tell
                 self._save()
             raise
@@ -255,6 +267,9 @@ class Learner:
     def _make_step(self, batch: Batch, idle: float) -> Record:
         """Train on one batch and queue the result for publication."""
         start = time.monotonic()
+        agreement: Record = {}
+        if self._agreement is not None:
+            agreement = self._agreement(self._state.params, batch.micro_batches, self._version, batch.next_version)
         micro_batches, judgement = self._judged(batch.micro_batches)
         self._state, on_device = self._train(self._state, micro_batches, self._version, skipped=batch.skipped_divisor)
         metrics: dict[str, Any] = {name: float(value) for name, value in jax.device_get(on_device).items()}
@@ -277,6 +292,7 @@ class Learner:
             "version": trained,
             **batch.facts,
             **metrics,
+            **agreement,
             "idle_seconds": idle,
             "step_seconds": worked,
             "publish_seconds": self._publisher.seconds,

@@ -184,6 +184,17 @@ class TrainStep:
         copied: nnx.State = self._copy(params) if self._merge is None else self._merge(self._base, params)
         return copied if dtype == jnp.float32 else self._cast(copied, jnp.dtype(dtype))
 
+    def set_aside(self, params: nnx.State) -> nnx.State:
+        """A copy of what is trained, in the hosts' memory, so that the devices have as much room as without it."""
+        hosted = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), self._split)
+        kept: nnx.State = jax.device_put(params, hosted, may_alias=False)
+        return kept
+
+    def bring_back(self, kept: nnx.State) -> nnx.State:
+        """What was set aside, on the devices."""
+        params: nnx.State = jax.device_put(kept, self._split)
+        return params
+
     def warm_up(self, state: TrainState) -> TrainState:
         """Compile and run the step for every shape of the ladder; ``state`` is consumed, and comes back as it was.
 

@@ -1,7 +1,8 @@
 """Diagnostics of a policy step: how far the policy is from what sampled its data, and what the loss does about it.
 
-Always measured, because they are what tells a mismatch between sampler and learner, or data that is too old, from a
-policy that learns. All are sums over tokens, so they do not depend on how a batch is cut.
+Always measured, because they are what tells data that is too old from a policy that learns; whether sampler and learner
+agree is another question, see ``learner.agreement``. All are sums over tokens, so they do not depend on how a batch is
+cut.
 
 Axes: R = rows, T = tokens of a row.
 """
@@ -43,15 +44,13 @@ def diagnose(scores: TokenScores, rows: Rows, version: jax.Array, surrogate: Sur
     Args:
         scores: of the targets under the policy being trained; arrays are [R, T].
         rows: the micro-batch.
-        version: int32, the version being trained; tokens of this very version measure how well sampler and learner
-            agree.
+        version: int32, the version being trained.
         surrogate: what the policy loss says about these tokens.
 
     Returns:
         Per trained token: ratio_mean, ratio_outside_fraction, clip_low_fraction, clip_high_fraction, kl_k1, kl_k3,
         entropy. By the age of the token in versions: kl_k1_staleness_*, kl_k3_staleness_* and tokens_staleness_*.
-        effective_sample_size of the ratios, in (0, 1]; ratio_max; logprob_difference_max and
-        logprob_difference_tokens.
+        effective_sample_size of the ratios, in (0, 1]; ratio_max.
     """
     mask_RT = rows.mask
     log_RT = stop_gradient(log_ratio(scores, rows))
@@ -67,8 +66,6 @@ def diagnose(scores: TokenScores, rows: Rows, version: jax.Array, surrogate: Sur
         counts[f"tokens_staleness_{name}"] = tokens
         parts[f"kl_k1_staleness_{name}"] = Part(masked_sum(k1_RT, own_RT), tokens)
         parts[f"kl_k3_staleness_{name}"] = Part(masked_sum(k3_RT, own_RT), tokens)
-    same_version_RT = mask_RT & (rows.versions == version)
-    counts["logprob_difference_tokens"] = jnp.sum(same_version_RT, dtype=jnp.float32)
     return Diagnostics(
         means={
             "ratio_mean": masked_sum(ratio_RT, mask_RT),
@@ -80,10 +77,7 @@ def diagnose(scores: TokenScores, rows: Rows, version: jax.Array, surrogate: Sur
             "entropy": stop_gradient(masked_sum(scores.entropy, mask_RT)),
         },
         counts=counts,
-        maxima={
-            "ratio_max": jnp.max(jnp.where(mask_RT, ratio_RT, 0.0)),
-            "logprob_difference_max": jnp.max(jnp.where(same_version_RT, jnp.abs(log_RT), 0.0)),
-        },
+        maxima={"ratio_max": jnp.max(jnp.where(mask_RT, ratio_RT, 0.0))},
         parts=parts,
         weights={
             "effective_sample_size": Weights(masked_sum(ratio_RT, mask_RT), masked_sum(jnp.square(ratio_RT), mask_RT))

@@ -14,6 +14,8 @@ SNAPSHOT: Snapshot = {
     "staleness_mean": 1.25,
     "staleness_max": 2,
     "staleness_limit": 2,
+    "agreement_mean": 4.1e-7,
+    "agreement_max": 3.2e-6,
     "learner_idle_fraction": 0.125,
     "sampler_tokens_per_second": 5234.4,
     "episodes_per_second": 21.3,
@@ -88,7 +90,7 @@ def test_the_live_display_shows_every_measure():
     text = rendered(SNAPSHOT)
     for part in (
         "starting Redis", "step 3/150", "version 4", "50%", "0.25", "1.2 mean, 2 max of 2", "12%", "5,234 tokens/s",
-        "21.3/s", "12 playing, 14 ready, 16 training", "of 48",
+        "21.3/s", "12 playing, 14 ready, 16 training", "of 48", "4.1e-07 nats, 3.2e-06 max",
     ):  # fmt: skip
         assert part in text
 

@@ -18,7 +18,7 @@ def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
     assert 0 <= summary["success_before"] <= 1 and 0 <= summary["success_after"] <= 1
     assert summary["staleness_max_trained"] <= summary["staleness_limit"] == 2
     assert summary["compilations_after_warmup"] == 0
-    assert summary["max_logprob_difference"] <= 1e-4
+    assert summary["agreement"]["checks"] > 0 and summary["agreement"]["worst"]["max"] <= 1e-4
     assert summary["groups"]["acked"] == 8
     assert_groups_add_up(summary["groups"])
     for name in ("config.yaml", "learning_curve.png", "model/model.safetensors", "model/tokenizer.json", "checkpoints"):
@@ -34,7 +34,7 @@ def test_trained_adapters_are_left_merged_and_by_themselves(train, tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     folder, summary = tmp_path / "adapted", read_summary(tmp_path / "adapted")
     assert summary["compilations_after_warmup"] == 0
-    assert summary["max_logprob_difference"] <= 1e-4
+    assert summary["agreement"]["checks"] > 0 and summary["agreement"]["worst"]["max"] <= 1e-4
     about = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(folder / "initial_model")
     base, merged, adapter = (
@@ -75,7 +75,7 @@ def test_a_run_samples_with_sglang_jax(train, tmp_path):
     summary = read_summary(tmp_path / "other")
     assert (summary["sampler"], summary["steps"]) == ("sglang_jax", 3)
     assert summary["compilations_after_warmup"] == 0
-    assert summary["max_logprob_difference"] <= 1e-4
+    assert summary["agreement"]["checks"] > 0 and summary["agreement"]["worst"]["max"] <= 1e-4
     assert_groups_add_up(summary["groups"])
     assert processes_naming(tmp_path) == []
 
@@ -87,6 +87,7 @@ def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_tr
     done = train(
         "learner.steps=3", "run.name=sync", "buffer.max_staleness=0", f"sampler.temperature={temperature}",
         "learner.optimizer.learning_rate=0.01", "task.eval_tasks=1",
+        "learner.agreement.every_steps=1",
         "objective.entropy_bonus=0", "objective.entropy_cap=null",  # groups of equal rewards are left out
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
@@ -94,8 +95,9 @@ def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_tr
     assert [record["version"] for record in steps] == [0, 1, 2]
     for record in steps:
         assert record["staleness_max"] == 0
-        assert record["logprob_difference_tokens"] == record["trained_tokens"]
-        assert record["logprob_difference_max"] <= 1e-4
+        assert record["tokens_staleness_0"] == record["trained_tokens"] == record["agreement_tokens"]
+        assert record["agreement_version"] == record["version"] and "agreement_alarm" not in record
+        assert record.get("agreement_max", 0) <= 1e-4
         assert abs(record["ratio_max"] - 1) <= 1e-4 or not record["trained_tokens"]
     assert any(record["trained_tokens"] for record in steps), "no group had a gradient: the test shows nothing"
 
@@ -114,7 +116,7 @@ def test_values_of_states_train_a_policy_on_groups_of_one_and_go_on_with_their_h
     assert records[0]["value_mean"] == 0 and all(record["value_mean"] != 0 for record in records[1:])
     assert all(record["trained_tokens"] > 0 and record["skipped_tokens"] == 0 for record in records)
     assert all(record["compilations_after_warmup"] == 0 for record in records)
-    assert read_summary(folder)["max_logprob_difference"] <= 1e-4, "the samplers got another policy"
+    assert read_summary(folder)["agreement"]["worst"]["max"] <= 1e-4, "the samplers got another policy"
     head = folder / "model" / "value_head" / "value_head.safetensors"
     assert all(tensor.any() for tensor in load_file(head).values())
 
@@ -155,3 +157,24 @@ def test_a_stopped_run_is_saved_and_goes_on_where_it_was(train, tmp_path):
     assert versions == sorted(set(versions)), "a policy version was used twice"
     assert after["groups"]["acked"] == 2 * more, "a group was trained twice or lost"
     assert_groups_add_up(after["groups"])
+
+
+@pytest.mark.slow
+def test_a_run_whose_sampler_disagrees_with_the_learner_says_so_ends_and_can_go_on(train, tmp_path):
+    limit = ("learner.agreement.max_mean=1e-5", "learner.agreement.on_alarm=stop")
+    done = train("learner.steps=20", "run.name=apart", "learner.precision=bfloat16", *limit)
+    assert done.returncode == 1, done.stderr + done.stdout
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("headrace: error: sampler and learner disagree about version 0: the mean difference is ")
+    assert "more than 1e-05 (learner.agreement.max_mean)" in line and "; sampled by sampler-0 (" in line
+    assert "learner.agreement.on_alarm=stop ended the run, go on with: " in line
+    assert "alarm 1, step " in done.stdout
+    summary = read_summary(tmp_path / "apart")
+    assert summary["agreement"]["alarms"] == 1 and 1e-5 < summary["agreement"]["last"]["mean"] < 0.03
+    assert summary["groups"]["acked"] == 2 * summary["steps"] > 0
+    assert_groups_add_up(summary["groups"])
+    assert processes_naming(tmp_path) == []
+    steps = summary["steps"] + 2
+    done = train(f"learner.steps={steps}", "run.name=apart", "run.resume=true")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert read_summary(tmp_path / "apart")["steps"] == steps

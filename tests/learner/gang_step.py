@@ -1,6 +1,7 @@
 """One process of a gang, run by test_gang: ``gang_step.py PORT INDEX COUNT RESULT``.
 
-Trains three steps, a value head included, on its share of fixed sequences; the first process writes what came of it.
+Trains three steps, a value head included, on its share of fixed sequences, and compares them with the first policy; the
+first process writes what came of it.
 """
 
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from learner.agreement import EXACT, AgreementMonitor
 from learner.gang import digest, join_gang
 from learner.mesh import make_mesh, shardings
 from learner.models.value_head import VALUE_HEAD, read_value_head, with_value_head, write_value_head
@@ -41,11 +43,17 @@ def main(port: str, index: int, count: int, folder: Path) -> None:
     packed = pack(examples()[index::count], own)
     most = int(gang.gather([len(packed)]).max())
     batch = [step.put(part) for part in [*packed, *[empty_rows(own.shapes[0])] * (most - len(packed))]]
-    losses = []
+    monitor = AgreementMonitor(step, EXACT, every_steps=9, max_staleness=1)
+    assert monitor(state.params, [], 0, 1) == {}
+    losses: list[float] = []
     for _ in range(3):
         judged, said = judge(step, state.params, batch)
         state, metrics = step(state, judged, 0)
         losses += [float(metrics["loss"]), said["value_mean"], said["explained_variance"]]
+    # What was sampled by version 0, whose weights the steps have overwritten.
+    report = monitor(state.params, batch, 1, 2)
+    assert report["agreement_tokens"] == sum(example.mask.sum() for example in examples()), report
+    losses += [float(report[f"agreement_{name}"]) for name in ("mean", "p95", "max", "outside_fraction", "k3")]
     write_model(MODEL, state.params, folder, eos_token_id=None)
     write_value_head(state.params, folder)
     if gang.leads:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from buffer import NOT_SAMPLED, AsyncBuffer, Buffer, EmbeddedRedis, Limits, Status, Trajectory, WaitTimeout
+from learner.agreement import EXACT, AgreementMonitor, DisagreementError, measure
 from learner.checkpoints import Checkpoints
 from learner.critic import Critic
 from learner.gang import Gang
@@ -19,7 +22,7 @@ from learner.learner import Learner
 from learner.models.config import ModelError
 from learner.models.lora import Lora
 from learner.models.value_head import read_value_head, with_value_head
-from learner.models.weights import initial_adapters, to_hf
+from learner.models.weights import from_hf, initial_adapters, to_hf
 from learner.objectives import (
     ESTIMATORS,
     decoupled_ppo,
@@ -31,10 +34,12 @@ from learner.objectives import (
     token_mean,
     trajectory_credit,
 )
+from learner.packing import Example, Ladder, pack
 from learner.publisher import Publisher
 from learner.recipe import Recipe
 
 GROUPS, GROUP_SIZE = 2, 4
+SAMPLERS = ("here", "there")
 ALONE = Gang()
 
 
@@ -98,6 +103,7 @@ class Actors:
             task=task,
             group=group,
             index=index,
+            sampler=SAMPLERS[index % 2],
             metadata={"success": bool(reward)},
         )
 
@@ -127,16 +133,20 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
 
         def learner(
             self, step=None, *, start=params, batch_timeout_seconds: float = 60.0, anchors=(), critic=None, gang=ALONE,
-            adapters=None, **recipe,
+            adapters=None, agreement=None, **recipe,
         ) -> Learner:  # fmt: skip
-            credit = partial(trajectory_credit, advantage=grpo)
+            credit, step = partial(trajectory_credit, advantage=grpo), step or make_step()
+            monitor = agreement and AgreementMonitor(step, EXACT, max_staleness=2, samplers=SAMPLERS, **agreement)
             return Learner(
-                step or make_step(),
+                step,
                 start,
                 ladder=ladder,
-                recipe=Recipe(**{"credit": credit, "divisor_of": token_mean().divisor_of} | recipe),
+                recipe=Recipe(
+                    **{"credit": credit, "divisor_of": token_mean().divisor_of, "samplers": SAMPLERS} | recipe
+                ),
                 anchors=anchors,
                 critic=critic,
+                agreement=monitor,
                 gang=gang,
                 buffer=self.buffer,
                 publisher=Publisher(self.actors.broadcast, attempts=1, backoff_seconds=0.1, timeout_seconds=30.0),
@@ -184,8 +194,6 @@ RECORD = {
     *(f"kl_k1_staleness_{age}" for age in AGES),
     *(f"kl_k3_staleness_{age}" for age in AGES),
     *(f"tokens_staleness_{age}" for age in AGES),
-    "logprob_difference_max",
-    "logprob_difference_tokens",
     "zero_variance_groups",
     "skipped_tokens",
     "padding_fraction",
@@ -217,7 +225,7 @@ def test_a_run_trains_publishes_and_accounts_for_every_group(run, max_staleness,
         sampled = record["trained_tokens"] + record["skipped_tokens"]
         assert record["tokens"] / 4 < sampled < record["tokens"] / 2, "the mask has every third token"
     if max_staleness == 0:  # all that is trained was sampled by the very version being trained
-        assert all(record["logprob_difference_tokens"] == record["trained_tokens"] > 0 for record in records)
+        assert all(record["tokens_staleness_0"] == record["trained_tokens"] > 0 for record in records)
     stats = run.buffer.stats()
     assert (stats.version, stats.counters["acked"], stats.leased, stats.unaccounted) == (5, 5 * GROUPS, 0, 0)
 
@@ -350,7 +358,11 @@ def test_adapters_are_trained_published_merged_and_resumed(run, make_step, model
         broadcast(version, weights)
 
     run.actors.broadcast = keep
-    settings = {"anchors": ("reference",), "adapters": {"rank": 4, "base_sha256": "abc"}}
+    settings = {
+        "anchors": ("reference",),
+        "adapters": {"rank": 4, "base_sha256": "abc"},
+        "agreement": {"every_steps": 1},
+    }
     learner = run.learner(step, start=fresh, **settings)
     learner.start()
     with run.actors:
@@ -448,3 +460,88 @@ def test_a_gang_cannot_refill_batches(run) -> None:
 def test_a_gang_cannot_compare_with_the_mean_of_the_batch(run) -> None:
     with pytest.raises(ValueError, match="mean of the batch in a gang of 2 processes"):
         run.learner(compares_batch=True, gang=Gang(0, 2))
+
+
+class Scoring(Actors):
+    """Commits a batch for every version, with log-probabilities of that version but for what a fault does to them.
+
+    The first version gets two batches, so that all that follow are trained one version late.
+    """
+
+    def __init__(self, buffer: Buffer, model, step, faulty, fault: str | None) -> None:
+        self.versions: list[int] = []
+        self.log_ratios: dict[int, list[np.ndarray]] = {}
+        self._buffer, self._model, self._step, self._faulty, self._fault = buffer, model, step, faulty, fault
+
+    def broadcast(self, version: int, weights) -> None:
+        spoiled = dict(weights)
+        if self._fault == "weights":
+            spoiled["model.layers.0.mlp.down_proj.weight"] = weights["model.layers.0.mlp.down_proj.weight"] * 1.5
+        self._params = from_hf(self._model, dict(weights), self._step.shardings)
+        self._spoiled = from_hf(self._model, spoiled, self._step.shardings)
+        super().broadcast(version, weights)
+        if version:
+            self.fill(self._buffer, GROUPS)
+        else:  # before the learner counts compilations
+            for step in (self._step, self._faulty):
+                self._score(step, self._params, np.zeros(4, np.int32))
+
+    def _trajectory(self, rng: np.random.Generator, group: str, task: int, index: int) -> Trajectory:
+        made = super()._trajectory(rng, group, task, index)
+        right = self._score(self._step, self._params, made.tokens)
+        is_faulty = self._fault == "temperature" and index % 2
+        said = self._score(self._faulty if is_faulty else self._step, self._spoiled, made.tokens)
+        mask, version = made.loss_mask, self.versions[-1]
+        self.log_ratios.setdefault(version, []).append((right - said)[mask])
+        return replace(made, logprobs=np.where(mask, said, 0.0).astype(np.float32))
+
+    def _score(self, step, params, tokens: np.ndarray) -> np.ndarray:
+        nothing = np.zeros(len(tokens), np.int32)
+        [rows] = pack([Example(tokens, nothing > 0, nothing, nothing, nothing)], Ladder(((4, 32),)))
+        return np.pad(np.asarray(step.logprobs(params, step.put(rows)).logprob)[0, : len(tokens) - 1], (1, 0))
+
+
+@pytest.mark.parametrize("fault", [None, "temperature", "weights"])
+def test_stale_tokens_are_compared_with_the_weights_that_sampled_them(run, model, make_step, fault) -> None:
+    run.open(2)
+    step = make_step()
+    run.actors = Scoring(run.buffer, model, step, make_step(temperature=0.7), fault)
+    learner, records = run.learner(step, agreement={"every_steps": 1}, uninformative="train"), []
+    learner.start()
+    run.actors.fill(run.buffer, 2 * GROUPS)
+    learner.run(6, threading.Event(), records.append)
+    learner.close()
+    assert all(record["compilations_after_warmup"] == 0 for record in records)
+    assert all(record["staleness_max"] == 1 and record["tokens_staleness_0"] == 0 for record in records[1:])
+    checked = [record for record in records if "agreement_version" in record]
+    assert [(record["step"], record["agreement_version"]) for record in checked] == [(3, 0), (6, 3)]
+    for record in checked:  # with fewer tokens than are enough, a check takes all that may come
+        expected = measure(np.concatenate(run.actors.log_ratios[record["agreement_version"]]))
+        for name, value in expected._asdict().items():
+            assert record[f"agreement_{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+        if fault is None:
+            assert record["agreement_max"] < 1e-5 and "agreement_alarm" not in record
+            continue
+        alarm = record["agreement_alarm"]
+        assert f"version {record['agreement_version']}: the mean difference is {expected.mean:.2g} nats, more" in alarm
+        assert f"than 0.001 (learner.agreement.max_mean), over {expected.tokens} tokens" in alarm and "\n" not in alarm
+        blames_one = re.search(r"; it is there \(\S+ nats\); others that agree: 1\. Check", alarm)
+        blames_both = re.search(r"; sampled by here \(\S+ nats\), there \(\S+ nats\)", alarm)
+        assert blames_one if fault == "temperature" else blames_both, alarm
+
+
+def test_a_disagreement_ends_the_run_where_it_is_told_to_and_the_steps_made_are_saved(run, model, make_step) -> None:
+    run.open(2)
+    step = make_step()
+    run.actors = Scoring(run.buffer, model, step, make_step(temperature=0.7), "temperature")
+    learner, records = run.learner(step, agreement={"every_steps": 1, "on_alarm": "stop"}, uninformative="train"), []
+    learner.start()
+    run.actors.fill(run.buffer, 2 * GROUPS)
+    with pytest.raises(DisagreementError, match="sampler and learner disagree about version 0"):
+        learner.run(6, threading.Event(), records.append)
+    learner.close()
+    assert [record["step"] for record in records] == [1, 2, 3] and "agreement_alarm" in records[-1]
+    again = run.learner(step)
+    again.start()
+    again.close()
+    assert again.step == 3
