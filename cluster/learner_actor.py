@@ -123,72 +123,38 @@ class LearnerActor:
         Returns:
             The step that training goes on from; 0 for a new run.
         """
-        settings, adapters = self._config.learner, self._config.model.lora
-        model, value_gradient = read_config(model_folder), make_value_gradient(self._config.objective)
-        lora = make_lora(adapters)
-        step = self._step(
-            model,
-            settings.optimizer,
-            settings.steps,
-            make_objective(self._config.objective),
-            self._config.sampler.temperature,
-            value_gradient,
-            lora,
-        )
-        if adapters is None:
-            params = read_params(model, model_folder, step.shardings)
-        else:
-            step.freeze(read_params(model, model_folder, step.base_shardings))
-            params = first_adapters(adapters, model, self._config.run.seed, step.shardings)
-        if value_gradient is not None:
-            params = with_value_head(params, read_value_head(model, model_folder, step.shardings[VALUE_HEAD]))
+        config, settings = self._config, self._config.learner
+        model, value_gradient = read_config(model_folder), make_value_gradient(config.objective)
+        self._model, self._model_folder, self._lora = model, model_folder, make_lora(config.model.lora)
+        objective, temperature = make_objective(config.objective), config.sampler.temperature
+        step = self._step(model, settings.optimizer, settings.steps, objective, temperature, value_gradient, self._lora)
         self._broadcaster = Broadcaster(
-            make_transport(self._config.sampler, run, model_folder),
+            make_transport(config.sampler, run, model_folder),
             samplers,
             timeout_seconds=settings.publish_timeout_seconds,
         )
         self._learner = Learner(
             step,
-            params,
+            self._first_params(step, value_gradient),
             ladder=self._ladder.part(self._gang.count),
-            recipe=make_recipe(self._config, tuple(samplers)),
-            anchors=make_anchors(self._config.objective),
-            critic=make_critic(self._config.objective, step.mesh),
-            agreement=make_agreement(self._config, step, tuple(samplers)),
+            recipe=make_recipe(config, tuple(samplers)),
+            anchors=make_anchors(config.objective),
+            critic=make_critic(config.objective, step.mesh),
+            agreement=make_agreement(config, step, tuple(samplers)),
             buffer=Buffer(
                 buffer_url,
                 run,
-                timeout_seconds=self._config.buffer.timeout_seconds,
-                payload_urls=self._config.buffer.payload_urls,
+                timeout_seconds=config.buffer.timeout_seconds,
+                payload_urls=config.buffer.payload_urls,
             ),
-            publisher=Publisher(
-                self._broadcaster,
-                attempts=PUBLISH_ATTEMPTS,
-                backoff_seconds=PUBLISH_BACKOFF_SECONDS,
-                timeout_seconds=2 * PUBLISH_ATTEMPTS * settings.publish_timeout_seconds
-                + self._config.buffer.outage_seconds,
-            ),
-            checkpoints=Checkpoints(
-                checkpoints,
-                model,
-                keep=settings.checkpoints_kept,
-                keep_best=settings.best_checkpoints_kept,
-                adapters=None if adapters is None else checkpoint_identity(adapters, model_folder),
-                settings={
-                    "seed": self._config.run.seed,
-                    "temperature": self._config.sampler.temperature,
-                    "learner": settings.model_dump(mode="json"),
-                    "objective": self._config.objective.model_dump(mode="json"),
-                },
-            ),
+            publisher=self._publisher(),
+            checkpoints=self._checkpoints(checkpoints),
             checkpoint_every_steps=settings.checkpoint_every_steps,
             batch_timeout_seconds=settings.lease_timeout_seconds,
-            outage_seconds=self._config.buffer.outage_seconds,
-            publish_dtype=self._config.sampler.precision,
+            outage_seconds=config.buffer.outage_seconds,
+            publish_dtype=config.sampler.precision,
             gang=self._gang,
         )
-        del params  # the learner lets go of them, too, once it has a state of its own
-        self._model, self._model_folder, self._lora = model, model_folder, lora
         self._learner.start()
         return self._learner.step
 
@@ -256,6 +222,43 @@ class LearnerActor:
         if self._gang.leads:
             shutil.rmtree(target, ignore_errors=True)
             staged.rename(target)
+
+    def _first_params(self, step: TrainStep, value_gradient: ValueGradient | None) -> nnx.State:
+        """What training starts from; what is frozen under it goes to ``step``."""
+        model, folder, adapters = self._model, self._model_folder, self._config.model.lora
+        if adapters is None:
+            params = read_params(model, folder, step.shardings)
+        else:
+            step.freeze(read_params(model, folder, step.base_shardings))
+            params = first_adapters(adapters, model, self._config.run.seed, step.shardings)
+        if value_gradient is None:
+            return params
+        return with_value_head(params, read_value_head(model, folder, step.shardings[VALUE_HEAD]))
+
+    def _publisher(self) -> Publisher:
+        seconds = self._config.learner.publish_timeout_seconds
+        return Publisher(
+            self._broadcaster,
+            attempts=PUBLISH_ATTEMPTS,
+            backoff_seconds=PUBLISH_BACKOFF_SECONDS,
+            timeout_seconds=2 * PUBLISH_ATTEMPTS * seconds + self._config.buffer.outage_seconds,
+        )
+
+    def _checkpoints(self, folder: Path) -> Checkpoints:
+        config, adapters = self._config, self._config.model.lora
+        return Checkpoints(
+            folder,
+            self._model,
+            keep=config.learner.checkpoints_kept,
+            keep_best=config.learner.best_checkpoints_kept,
+            adapters=None if adapters is None else checkpoint_identity(adapters, self._model_folder),
+            settings={
+                "seed": config.run.seed,
+                "temperature": config.sampler.temperature,
+                "learner": config.learner.model_dump(mode="json"),
+                "objective": config.objective.model_dump(mode="json"),
+            },
+        )
 
     @property
     def _ladder(self) -> Ladder:

@@ -120,7 +120,7 @@ class TrainStep:
         self._score = jax.jit(self._scores, out_shardings=self._by_rows)
         self._merge = None if lora is None else self._jit_merge(lora)
         self._copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._split)
-        self._cast = jax.jit(_cast, static_argnums=1, donate_argnums=0)
+        self._cast = jax.jit(_cast, static_argnums=1)
 
     @property
     def mesh(self) -> Mesh:
