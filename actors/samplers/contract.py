@@ -1,7 +1,8 @@
 """The sampler contract: what every sampler promises, whatever runs behind it.
 
-* Log-probabilities are those of the distribution really sampled from: temperature is
-  applied to the logits, and nothing else is.
+* Log-probabilities are those of the distribution really sampled from: temperature is applied to
+  the logits, and what ``top_k``, ``top_p`` and ``min_p`` leave is normalised again. Only a sampler
+  made for evaluation takes these: what is trained on must have been drawn from the whole policy.
 * Every token carries the policy version that sampled it. ``update`` swaps weights between
   two decode steps; what is in flight goes on with the new weights.
 * A sampler refuses to sample before it holds a version, and verifies one before it holds it.
@@ -26,7 +27,7 @@ class StopReason(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"
-    """A stop token was sampled; it is the last entry of ``tokens``."""
+    """A stop token was sampled, or a token that completes a stop string; it is the last entry of ``tokens``."""
     LENGTH = "length"
     """``max_tokens`` or the context length was reached."""
     ABORTED = "aborted"
@@ -51,16 +52,31 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to sample, at least 1.
         temperature: divides the logits; 0 means greedy (log-probabilities are then those at temperature 1).
+        top_k: sample only from so many of the likeliest tokens; None: from all.
+        top_p: of these, only from the fewest that hold this share of their probability, above 0; 1: from all.
+        min_p: of these, only from what is at least this times as likely as the likeliest; 0: from all. In this order,
+            behind the temperature; a greedy request has no use for them and ignores them.
         stop_tokens: token ids that end the generation; the one sampled is kept.
+        stop_strings: texts that end the generation as soon as the text of the sampled tokens contains one; the tokens
+            are kept up to the one that completes it. They must not hold U+FFFD, which stands for half a character.
         seed: makes the sample a function of (weights, prompt, seed) alone; None draws one.
         deadline_seconds: the request is aborted this long after it was accepted.
     """
 
     max_tokens: int
     temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
     stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     seed: int | None = None
     deadline_seconds: float = 120.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are kept from being sampled."""
+        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +88,14 @@ class Generation:
         logprobs: float32[N], log-probability of each under the distribution it was sampled from.
         versions: int32[N], the policy version that sampled each.
         stop_reason: why the generation ended.
+        stop_string: the stop string that ended it, the first of those completed by the same token; None if none did.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     stop_reason: StopReason
+    stop_string: str | None = None
 
 
 class SamplerError(RuntimeError):

@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from actors.samplers.contract import RequestError, SamplingParams, Tokens
+from actors.samplers.stops import HALF_CHARACTER
 
 LARGEST_SEED = 2**64 - 1
 
@@ -64,8 +65,19 @@ def checked_prompt(tokens: Tokens, vocabulary: int, context_length: int) -> np.n
     return given.astype(np.int32)
 
 
-def check_params(params: SamplingParams, vocabulary: int) -> None:
+def most_tokens(prompt_P: np.ndarray, params: SamplingParams, context_length: int) -> int:
+    """Most tokens that a request may come to hold, its prompt and what is sampled behind it."""
+    return min(len(prompt_P) + params.max_tokens, context_length)
+
+
+def check_params(params: SamplingParams, vocabulary: int, *, filters: bool, reads_text: bool) -> None:
     """Find out whether ``params`` can be served.
+
+    Args:
+        params: what the caller gave.
+        vocabulary: token ids are below it.
+        filters: whether the sampler was made to serve top-k, top-p and min-p.
+        reads_text: whether the sampler has a tokenizer, without which it finds no stop string.
 
     Raises:
         RequestError: a value is outside its range.
@@ -75,6 +87,14 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
     expectations = (
         ("max_tokens", params.max_tokens, _is_int(params.max_tokens, 1), "an integer of at least 1"),
         ("temperature", params.temperature, _is_real(params.temperature, 0.0), "a finite number of at least 0"),
+        ("top_k", params.top_k, params.top_k is None or _is_int(params.top_k, 1), "None or an integer of at least 1"),
+        (
+            "top_p",
+            params.top_p,
+            _is_real(params.top_p, 0.0) and 0 < params.top_p <= 1,
+            "a number above 0 and at most 1",
+        ),
+        ("min_p", params.min_p, _is_real(params.min_p, 0.0) and params.min_p <= 1, "a number of 0 to 1"),
         ("seed", params.seed, params.seed is None or _is_int(params.seed, 0, LARGEST_SEED), "None or 0..2**64-1"),
         (
             "stop_tokens",
@@ -82,6 +102,12 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
             isinstance(params.stop_tokens, tuple)
             and all(_is_int(token, 0, vocabulary - 1) for token in params.stop_tokens),
             f"a tuple of token ids below {vocabulary}",
+        ),
+        (
+            "stop_strings",
+            params.stop_strings,
+            isinstance(params.stop_strings, tuple) and all(map(_is_text, params.stop_strings)),
+            "a tuple of strings, none empty and none with U+FFFD",
         ),
         (
             "deadline_seconds",
@@ -93,6 +119,21 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
     for name, value, fits, expectation in expectations:
         if not fits:
             raise RequestError(f"{name} is {value!r}; expected {expectation}")
+    if params.filters and not filters:
+        raise RequestError(
+            f"top_k, top_p and min_p are {params.top_k}, {params.top_p:g} and {params.min_p:g}; expected None, 1 and 0 "
+            "in training: a filtered policy is another one than that which is trained; set evaluation.top_k, top_p or "
+            "min_p for evaluation"
+        )
+    if params.stop_strings and not reads_text:
+        raise RequestError(
+            f"stop_strings is {params.stop_strings!r}; this sampler was made without a tokenizer: start it from a "
+            "model folder that holds tokenizer.json, or use stop_tokens"
+        )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and HALF_CHARACTER not in value
 
 
 def _is_int(value: object, least: int, most: int | None = None) -> bool:

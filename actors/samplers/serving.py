@@ -1,8 +1,9 @@
 """An engine in a thread of its own behind the asynchronous contract.
 
 Callers and the engine meet in an inbox, and all answers of one step reach a caller's event
-loop in one call. If the engine fails, every request fails with it and ``status`` says why:
-nobody waits for a dead thread.
+loop in one call. The engine is given requests up to a number of tokens; the others wait in
+line. If the engine fails, every request fails with it and ``status`` says why: nobody waits
+for a dead thread.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
+from actors.samplers.admission import Admission
 from actors.samplers.contract import (
     Generation,
     OnUpdate,
@@ -27,9 +29,11 @@ from actors.samplers.contract import (
     RequestError,
     SamplerError,
     SamplingParams,
+    StopReason,
     Tokens,
     UpdateError,
 )
+from actors.samplers.engine import Engine
 from actors.samplers.publication import Publication, verified
 
 _log = logging.getLogger(__name__)
@@ -48,6 +52,8 @@ class _Sample(_Errand):
     tokens: Tokens
     params: SamplingParams
     asked_at: float = field(default_factory=time.monotonic)
+    limit: int = 0
+    """Most tokens that it may come to hold."""
     number: int | None = None
     """The engine's name for it, once accepted."""
 
@@ -63,93 +69,6 @@ class _Abort:
     sample: _Sample
 
 
-@dataclass(slots=True)
-class Counters:
-    """What an engine has done so far."""
-
-    tokens_sampled: int = 0
-    tokens_prefilled: int = 0
-    """Tokens run only for their keys, whether new or computed again after an update."""
-    tokens_reused: int = 0
-    """Prompt tokens whose keys were already cached."""
-    calls: int = 0
-    busy_seconds: float = 0.0
-    """Seconds spent in steps that ran a call."""
-
-
-class Engine(Protocol):
-    """Samples for many requests at once, step by step.
-
-    ``prepare`` may be called from any thread; everything else belongs to one thread.
-
-    Attributes:
-        version: the policy version served; None before the first ``swap``.
-        counters: totals since the start.
-    """
-
-    version: int | None
-    counters: Counters
-
-    @property
-    def running(self) -> int:
-        """Requests that are being sampled for."""
-        ...
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a place among these."""
-        ...
-
-    @property
-    def compilations_after_warm_up(self) -> int:
-        """Anything but 0 is a fault."""
-        ...
-
-    def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
-        """Queue a request; returns the number under which ``step`` reports it.
-
-        Args:
-            tokens: the prompt.
-            params: how to sample.
-            asked_at: when the request's deadline began to count, in seconds of ``time.monotonic``; None: now.
-
-        Raises:
-            RequestError: the request can never be served.
-            SamplerError: no version is held yet.
-        """
-        ...
-
-    def abort(self, number: int) -> None:
-        """End a request; ``step`` reports it with what was sampled. An ended one is left alone."""
-        ...
-
-    def prepare(self, weights: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """Bring verified weights to the device, beside whatever the engine is doing; they never change afterwards.
-
-        Raises:
-            UpdateError: names, shapes or dtypes do not fit the model.
-        """
-        ...
-
-    def swap(self, version: int, leaves: list[jax.Array]) -> int:
-        """Serve prepared weights as ``version`` from the next step on; returns the version now served.
-
-        A version that is not newer than the one held changes nothing.
-
-        Raises:
-            UpdateError: ``version`` is no version.
-        """
-        ...
-
-    def step(self) -> list[tuple[int, Generation]]:
-        """Run one call; returns the requests that ended, each under its number.
-
-        Raises:
-            SamplerError: the engine can serve nobody any more.
-        """
-        ...
-
-
 class EngineSampler:
     """Keeps the sampler contract with an engine; see ``actors.samplers.contract.Sampler``.
 
@@ -159,13 +78,15 @@ class EngineSampler:
     ``actor.health.options(concurrency_group="health")`` for a health check that waits for nobody.
     """
 
-    def __init__(self, engine: Engine, *, on_update: OnUpdate | str, name: str) -> None:
+    def __init__(self, engine: Engine, *, on_update: OnUpdate | str, tokens_in_flight: int, name: str) -> None:
         """Start the engine's thread: constructed means ready for ``update``.
 
         Args:
             engine: warmed up; it belongs to the sampler from now on.
             on_update: under ``drain`` an update waits for the requests before it, and those after it for the update;
                 anything else is the engine's business.
+            tokens_in_flight: most tokens, prompts and most new ones, of the requests that the engine is given; the
+                others wait in line, until their deadlines.
             name: shown in errors and status.
         """
         self.name = name
@@ -174,6 +95,7 @@ class EngineSampler:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._inbox: deque[_Errand | _Abort] = deque()
+        self._admission: Admission[_Sample] = Admission(tokens_in_flight)
         self._accepted: dict[int, _Sample] = {}
         self._failure: SamplerError | None = None
         self._closing = False
@@ -244,13 +166,20 @@ class EngineSampler:
         return await future
 
     async def status(self) -> dict[str, Any]:
-        """Version, requests in flight, totals since the start; rates are differences of two readings."""
+        """Version, requests and tokens in flight, totals since the start; rates are differences of two readings.
+
+        A request is ``running``, ``waiting`` in the engine for a place among these, or ``in_line`` until the engine
+        may be given more tokens.
+        """
         engine, counters = self._engine, self._engine.counters
         return {
             "name": self.name,
             "version": engine.version,
             "running": engine.running,
             "waiting": engine.waiting,
+            "in_line": len(self._admission),
+            "tokens_in_flight": self._admission.tokens,
+            "most_tokens_in_flight": self._admission.most_tokens,
             "tokens_sampled": counters.tokens_sampled,
             "tokens_prefilled": counters.tokens_prefilled,
             "tokens_reused": counters.tokens_reused,
@@ -266,7 +195,7 @@ class EngineSampler:
 
         Safe to call from another event loop: give it a concurrency group of its own in an actor.
         """
-        owing = bool(self._inbox or self._accepted)
+        owing = bool(self._inbox or self._admission or self._accepted)
         return {
             "alive": self._failure is None and self._thread.is_alive(),
             "stalled_seconds": time.monotonic() - self._progress_at if owing else 0.0,
@@ -301,13 +230,12 @@ class EngineSampler:
         """The engine's thread."""
         try:
             while not self._closing:
-                if not (self._busy or self._inbox):
+                if not (self._busy or self._inbox or self._admission):
                     self._wake.wait()
                     self._progress_at = time.monotonic()
                 self._wake.clear()
                 _deliver(self._take_in())
-                ended = self._engine.step()
-                _deliver([(self._accepted.pop(number), generation) for number, generation in ended])
+                _deliver([self._end(number, generation) for number, generation in self._engine.step()])
                 self._progress_at = time.monotonic()
             self._fail(SamplerError(f"sampler {self.name} was closed; send requests to another one"))
         except Exception as error:
@@ -316,17 +244,19 @@ class EngineSampler:
             self._fail(SamplerError(f"sampler {self.name}: the engine failed ({reason}); restart the sampler"))
 
     def _take_in(self) -> list[tuple[_Errand, Any]]:
-        """Give the engine what is in the inbox; returns the answers that are known at once."""
+        """Hear what is in the inbox, and give the engine what it has room for; returns the answers known at once."""
         answers: list[tuple[_Errand, Any]] = []
-        while self._inbox:
+        held_up = False
+        while self._inbox and not held_up:
             if self._drains and self._busy and isinstance(self._inbox[0], _Swap):
                 self._hear_aborts()
-                break
+                held_up = True
+                continue
             match self._inbox.popleft():
                 case _Sample() as sample:
                     try:
-                        sample.number = self._engine.submit(sample.tokens, sample.params, asked_at=sample.asked_at)
-                        self._accepted[sample.number] = sample
+                        sample.limit = self._engine.limit(sample.tokens, sample.params)
+                        self._admission.join(sample, sample.limit, sample.asked_at + sample.params.deadline_seconds)
                     except (RequestError, SamplerError) as error:
                         answers.append((sample, error))
                 case _Swap() as swap:
@@ -335,9 +265,27 @@ class EngineSampler:
                     except UpdateError as error:
                         answers.append((swap, error))
                 case _Abort(sample):
-                    if sample.number is not None:
-                        self._engine.abort(sample.number)
+                    self._abort(sample)
+        answers += [(sample, _nothing_sampled()) for sample in self._admission.late(time.monotonic())]
+        if not held_up:  # the swap would have to wait for whoever enters before it
+            self._let_in()
         return answers
+
+    def _let_in(self) -> None:
+        for sample in self._admission.enter():
+            sample.number = self._engine.submit(sample.tokens, sample.params, asked_at=sample.asked_at)
+            self._accepted[sample.number] = sample
+
+    def _end(self, number: int, generation: Generation) -> tuple[_Sample, Generation]:
+        sample = self._accepted.pop(number)
+        self._admission.leave(sample.limit)
+        return sample, generation
+
+    def _abort(self, sample: _Sample) -> None:
+        if sample.number is None:
+            self._admission.withdraw(sample)
+        else:
+            self._engine.abort(sample.number)
 
     @property
     def _busy(self) -> bool:
@@ -351,8 +299,7 @@ class EngineSampler:
                 errand for errand in self._inbox if not isinstance(errand, _Abort) and errand not in aborted
             )
         for sample in aborted:
-            if sample.number is not None:
-                self._engine.abort(sample.number)
+            self._abort(sample)
 
     def _fail(self, error: SamplerError) -> None:
         """Answer everyone with ``error``, now and from now on."""
@@ -360,9 +307,15 @@ class EngineSampler:
             self._failure = error
             left = [errand for errand in self._inbox if isinstance(errand, _Errand)]
             self._inbox.clear()
-        left += self._accepted.values()
+        left += [*self._admission.clear(), *self._accepted.values()]
         self._accepted.clear()
         _deliver([(errand, error) for errand in left])
+
+
+def _nothing_sampled() -> Generation:
+    """The answer to a request whose deadline passed while it stood in line."""
+    none = np.empty(0, np.int32)
+    return Generation(none, np.empty(0, np.float32), none, StopReason.ABORTED)
 
 
 def _deliver(answers: list[tuple[Any, Any]]) -> None:

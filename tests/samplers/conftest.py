@@ -7,13 +7,15 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from sampler_examples import Served, in_folder, make_local, make_sglang, make_sglang_jax
+from sampler_examples import Served, in_folder, make_local, make_sglang, make_sglang_jax, write_checkpoint
 from sglang_engine import make_engine
 from sglang_server import DocumentedServer
 
 from actors.samplers.sglang.engine import SglangEngine
 
 KINDS = ("local", "sglang_jax", "sglang")
+FILTERING = ("local", "sglang_jax")
+"""Kinds that serve top-k, top-p and min-p; the other refuses them."""
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -21,21 +23,27 @@ def served(request: pytest.FixtureRequest) -> Served:
     return request.getfixturevalue(f"served_{request.param}")
 
 
+@pytest.fixture(scope="session", params=FILTERING)
+def filtering(request: pytest.FixtureRequest) -> Served:
+    return request.getfixturevalue(f"served_{request.param}")
+
+
 @pytest.fixture(scope="session")
-def served_local() -> Iterator[Served]:
-    with closing(make_local()) as sampler:
+def served_local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with closing(make_local(model=write_checkpoint(tmp_path_factory.mktemp("local")), filters=True)) as sampler:
         yield Served(sampler)
 
 
 @pytest.fixture(scope="session")
 def served_sglang_jax(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with closing(make_sglang_jax(tmp_path_factory.mktemp("sglang-jax"))) as sampler:
+    with closing(make_sglang_jax(tmp_path_factory.mktemp("sglang-jax"), filters=True)) as sampler:
         yield Served(sampler)
 
 
 @pytest.fixture(scope="session")
-def documented() -> Iterator[DocumentedServer]:
-    with closing(DocumentedServer(make_local(name="server"))) as server:
+def documented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocumentedServer]:
+    model = write_checkpoint(tmp_path_factory.mktemp("server"))
+    with closing(DocumentedServer(make_local(model=model, name="server"))) as server:
         yield server
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models
 
 from actors.samplers.checkpoints import PublishedCheckpoints
 from actors.samplers.contract import Generation, SamplerError, SamplingParams
@@ -128,8 +129,34 @@ def _forward(config: ModelConfig, params: nnx.State, tokens_RT: jax.Array, tempe
     return jax.nn.log_softmax(hidden_RTH @ model.output_VH.T / temperature, axis=-1)
 
 
+def filtered_reference(logprobs_V: np.ndarray, *, top_k: int | None, top_p: float, min_p: float) -> np.ndarray:
+    """log p of what the filters leave of a temperature-scaled distribution, -inf for the rest; by sorting, float64[V].
+
+    In the order of Hugging Face: top-k, then top-p of what that left, renormalised, then min-p.
+    """
+    order = np.argsort(-logprobs_V, kind="stable")
+    p_V = np.exp(logprobs_V.astype(np.float64))
+    p_V[order[top_k:]] = 0.0 if top_k is not None else p_V[order[top_k:]]
+    p_V /= p_V.sum()
+    before = np.cumsum(p_V[order]) - p_V[order]
+    p_V[order[before >= top_p]] = 0.0
+    p_V[p_V < min_p * p_V.max()] = 0.0
+    with np.errstate(divide="ignore"):
+        return np.log(p_V / p_V.sum())
+
+
+def make_tokenizer() -> Tokenizer:
+    """Tokens for bytes and for pieces of text; the last two ids of the model under test have none."""
+    pieces = [*"abcdefghijklmn", "Ġ", "Ã", "©", "â", "Ĥ", "¬", "ab", "ba", "abc", "Ġa", "bĠ", "cab", "Ã©a", "Ĥ¬", "aâ"]
+    pieces += ["de", "fg", "hi", "jk", "lm", "nop", "Ġthe", "ĠĠ", "xyz"]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def write_checkpoint(folder: Path, config: ModelConfig = CONFIG) -> Path:
     """A checkpoint folder of the model under test, with the weights of seed 0."""
+    make_tokenizer().save(str(folder / "tokenizer.json"))
     write_config(config, folder, eos_token_id=None)
     save_file(make_weights(0, config), folder / "model.safetensors")
     return folder

@@ -36,12 +36,14 @@ class DocumentedServer:
         url: where.
         asked: path and body of every request so far.
         eos: token that ends a reply besides those asked for, as a model's own does; None for none.
+        reads_text: whether it finds stop strings; a server misses those that a sample writes with many tokens.
     """
 
     def __init__(self, sampler: Any) -> None:
         """Serve what ``sampler`` samples; it is closed with the server."""
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.eos: int | None = None
+        self.reads_text = True
         self._sampler = sampler
         self._samples: dict[str, _Sample] = {}
         self._versions = 0
@@ -95,6 +97,7 @@ class DocumentedServer:
             max_tokens=wanted["max_new_tokens"],
             temperature=wanted["temperature"],
             stop_tokens=tuple(stops),
+            stop_strings=tuple(wanted["stop"]) if self.reads_text else (),
             seed=wanted["sampling_seed"] + len(body["input_ids"]) * 2**32,  # as a server's, it depends on the position
         )
         future: asyncio.Future[Generation] = self._loop.create_future()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from sampler_examples import CONFIG, TOLERANCE, Reference, Served, make_local, make_weights
+from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Reference, Served, make_local, make_weights
 
 from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason
 from actors.samplers.local import Engine, LocalSampler
 from actors.samplers.publication import Publication
+from actors.samplers.serving import _Swap
 from learner.models.config import ModelError, write_config
 
 
@@ -167,17 +169,20 @@ def test_under_drain_an_update_waits_for_what_is_in_flight_and_later_requests_wa
         first = asyncio.ensure_future(sampler.generate([3] * 5, SamplingParams(max_tokens=80)))
         while not (await sampler.status())["running"]:
             await asyncio.sleep(0)
+        no_room = asyncio.ensure_future(sampler.generate([6], SamplingParams(max_tokens=15)))
         update = asyncio.ensure_future(sampler.update(Publication.of(1, weights[1])))
-        while not sampler._inbox:  # the weights are checked in a thread first
+        # The weights are checked in a thread first.
+        while not any(isinstance(errand, _Swap) for errand in sampler._inbox):
             await asyncio.sleep(0)
         later = asyncio.ensure_future(sampler.generate([4], SamplingParams(max_tokens=5)))
         abandoned = asyncio.ensure_future(sampler.generate([5], SamplingParams(max_tokens=90)))
         await asyncio.sleep(0)
         abandoned.cancel()
-        outcomes = await asyncio.gather(first, later, update)
+        first_one, later_one, held, waited = await asyncio.gather(first, later, update, no_room)
         status = await sampler.status()
-        assert (status["running"], status["waiting"], len(sampler._inbox)) == (0, 0, 0)
-        return outcomes
+        assert (status["running"], status["waiting"], status["in_line"], len(sampler._inbox)) == (0, 0, 0, 0)
+        assert set(waited.versions.tolist()) == {1}, "who waits in line has not begun"
+        return first_one, later_one, held
 
     first, later, held = asyncio.run(asyncio.wait_for(update_in_flight(), 60))
     sampler.close()
@@ -205,6 +210,47 @@ def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have(engine
         engine.abort(number)
     engine.step()
     assert (engine.running, engine.waiting) == (0, 0)
+
+
+def test_what_the_sampler_was_not_made_for_is_refused_by_name(engine: Engine) -> None:
+    _publish(engine, make_weights(0))
+    refused = {
+        "top_k, top_p and min_p are 3, 1 and 0; .* evaluation": SamplingParams(max_tokens=1, top_k=3),
+        "stop_strings .* tokenizer.json": SamplingParams(max_tokens=1, stop_strings=("x",)),
+    }
+    for complaint, params in refused.items():
+        with pytest.raises(RequestError, match=complaint):
+            engine.submit([1], params)
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, top_k=3)
+    assert len(_finish(engine, engine.submit([1], greedy))) == 1, "which no filter changes"
+
+
+def test_the_engine_is_given_a_bounded_number_of_tokens_and_the_others_wait_in_line(served_local: Served) -> None:
+    long, most = SamplingParams(max_tokens=140), 8 * CONTEXT
+
+    async def overload() -> tuple[list[dict[str, Any]], list[Generation], Generation]:
+        statuses = []
+        calls = [asyncio.ensure_future(served_local.sampler.generate([n, 1, 2, 3], long)) for n in range(30)]
+        abandoned = asyncio.ensure_future(served_local.sampler.generate([31], long))
+        late = asyncio.ensure_future(served_local.sampler.generate([32], replace(long, deadline_seconds=0.01)))
+        while not (await served_local.sampler.status())["in_line"]:
+            await asyncio.sleep(0.002)  # a loop that never rests leaves the engine's thread no time
+        abandoned.cancel()
+        for call in calls:
+            while not call.done():
+                statuses.append(await served_local.sampler.status())
+                await asyncio.sleep(0.002)
+        return statuses, await asyncio.gather(*calls), await late
+
+    statuses, generations, late = served_local.run(overload())
+    assert max(status["tokens_in_flight"] for status in statuses) == (most // 144) * 144
+    assert all(status["tokens_in_flight"] <= most == status["most_tokens_in_flight"] for status in statuses)
+    assert max(status["in_line"] for status in statuses) > 20
+    assert max(status["running"] + status["waiting"] for status in statuses) == most // 144
+    assert all(len(generation.tokens) == 140 for generation in generations)
+    assert (late.stop_reason, len(late.tokens)) == (StopReason.ABORTED, 0)
+    after = served_local.run(served_local.sampler.status())
+    assert (after["tokens_in_flight"], after["in_line"]) == (0, 0)
 
 
 def test_a_stream_of_short_requests_does_not_hold_up_a_long_one(engine: Engine) -> None:
@@ -268,6 +314,7 @@ def test_closing_fails_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"slots": 0}, "slots is 0"),
         ({"context_length": 999}, "context_length is 999"),
         ({"on_update": "never"}, "never"),
+        ({"tokens_in_flight": CONTEXT - 1}, "tokens_in_flight is 159"),
     ],
 )
 def test_an_impossible_engine_is_refused(arguments: dict[str, Any], complaint: str) -> None:

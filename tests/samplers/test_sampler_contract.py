@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Served, make_weights
+from sampler_examples import CONFIG, CONTEXT, TOLERANCE, Served, filtered_reference, make_tokenizer, make_weights
 from scipy import stats
 
 from actors.samplers.contract import Generation, RequestError, SamplingParams, StopReason, UpdateError
@@ -91,7 +92,7 @@ def test_samples_follow_the_distribution_and_equal_prompts_draw_independently(
 def _pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Counts with all cells of fewer than 5 expected draws made one, as the chi-square test needs."""
     rare = expected < 5
-    pooled = [np.append(counts[~rare], counts[rare].sum()) for counts in (observed, expected)]
+    pooled = [np.append(counts[~rare], [counts[rare].sum()] * bool(rare.any())) for counts in (observed, expected)]
     return pooled[0], pooled[1] * (pooled[0].sum() / pooled[1].sum())
 
 
@@ -129,6 +130,104 @@ def test_a_stop_token_ends_the_generation_and_is_its_last_token(served: Served, 
     stopped = served.run(served.sampler.generate(prompt, params))
     assert stopped.stop_reason is StopReason.STOP
     np.testing.assert_array_equal(stopped.tokens, free.tokens[: end + 1])
+
+
+@pytest.mark.parametrize("spare", [0, 10])
+def test_a_stop_string_ends_the_generation_with_the_token_that_completes_it(
+    served: Served, random: np.random.Generator, spare: int
+) -> None:
+    prompt, tokenizer = _prompt(random, 12), make_tokenizer()
+    free = served.run(served.sampler.generate(prompt, SamplingParams(max_tokens=60, seed=5)))
+    texts = [tokenizer.decode(free.tokens[:end].tolist()) for end in range(61)]
+    start = next(i for i in range(10, len(texts[-1])) if "\ufffd" not in texts[-1][i : i + 4])
+    string = texts[-1][start : start + 4]
+    end = next(end for end, text in enumerate(texts) if string in text)
+    assert string not in tokenizer.decode([int(free.tokens[end - 1])]), "it was to span tokens"
+    params = SamplingParams(max_tokens=end + spare, seed=5, stop_strings=("never said", string))
+    stopped = served.run(served.sampler.generate(prompt, params))
+    assert (stopped.stop_reason, stopped.stop_string) == (StopReason.STOP, string)
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[:end])
+    assert len(stopped.logprobs) == len(stopped.versions) == end
+    assert free.stop_string is None
+
+
+def test_a_stop_string_is_looked_for_in_what_was_sampled_and_not_in_the_prompt(served: Served) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0, stop_strings=("ab", "abc"))
+    generation = served.run(served.sampler.generate([0, 1, 2, 0, 1], params))  # the text abcab
+    assert "ab" not in make_tokenizer().decode(generation.tokens.tolist())
+    assert (generation.stop_reason, generation.stop_string) == (StopReason.LENGTH, None)
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "top-k": {"top_k": 5},
+    "top-k of one": {"top_k": 1},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.1},
+    "all": {"top_k": 12, "top_p": 0.85, "min_p": 0.12},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_filtered_samples_follow_the_filtered_distribution_and_report_its_logprobs(
+    filtering: Served, random: np.random.Generator, name: str
+) -> None:
+    filters: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
+    prompt, draws, temperature = _prompt(random, 9), 800, 1.3
+
+    async def sample() -> list[Generation]:
+        asked = [SamplingParams(max_tokens=1, temperature=temperature, seed=seed, **filters) for seed in range(draws)]
+        return await asyncio.gather(*(filtering.sampler.generate(prompt, params) for params in asked))
+
+    generations = filtering.run(sample())
+    whole_V = filtering.reference(filtering.version, prompt, temperature)[-1]
+    expected_V = filtered_reference(whole_V, **filters)
+    kept = np.flatnonzero(np.isfinite(expected_V))
+    assert len(kept) < len(whole_V) - 10
+    tokens = np.array([int(generation.tokens[0]) for generation in generations])
+    assert set(tokens.tolist()) <= set(kept.tolist())
+    logprobs = np.array([generation.logprobs[0] for generation in generations])
+    np.testing.assert_allclose(logprobs, expected_V[tokens], atol=TOLERANCE)
+    if len(kept) > 1:
+        counts = np.bincount(tokens, minlength=len(whole_V))[kept], draws * np.exp(expected_V[kept])
+        assert stats.chisquare(*_pooled(*counts)).pvalue > 1e-4
+
+
+def test_a_filtered_and_a_free_sample_do_not_depend_on_each_other(
+    filtering: Served, random: np.random.Generator
+) -> None:
+    prompt = _prompt(random, 40)
+    free = SamplingParams(max_tokens=20, seed=1234)
+    greedy = replace(free, temperature=0.0)
+    narrow = replace(free, top_k=8, top_p=0.8, min_p=0.05)
+    wanted = [free, greedy, narrow, replace(greedy, top_p=0.5)]
+
+    async def alone_then_together() -> tuple[list[Generation], list[Generation]]:
+        alone = [await filtering.sampler.generate(prompt, params) for params in wanted]
+        crowd = [filtering.sampler.generate(_prompt(random, 30), replace(narrow, seed=seed)) for seed in range(12)]
+        together = await asyncio.gather(*(filtering.sampler.generate(prompt, params) for params in wanted), *crowd)
+        return alone, together[: len(wanted)]
+
+    for alone, together in zip(*filtering.run(alone_then_together()), strict=True):
+        np.testing.assert_array_equal(alone.tokens, together.tokens)
+        np.testing.assert_allclose(alone.logprobs, together.logprobs, atol=TOLERANCE)
+    assert filtering.worst_difference(prompt, filtering.run(filtering.sampler.generate(prompt, wanted[3]))) <= TOLERANCE
+
+
+def test_nothing_compiles_for_filters_and_stop_strings(filtering: Served, random: np.random.Generator) -> None:
+    async def use() -> tuple[int, int]:
+        before = await filtering.sampler.status()
+        for count in (1, 3, 9, 30):
+            asked = [
+                SamplingParams(max_tokens=9, top_k=k, top_p=0.9, min_p=0.1, stop_strings=("ab",))
+                for k in range(1, count)
+            ]
+            prompts = [_prompt(random, int(n)) for n in random.integers(1, 130, len(asked))]
+            await asyncio.gather(*map(filtering.sampler.generate, prompts, asked))
+        after = await filtering.sampler.status()
+        return before["compilations_after_warmup"], after["compilations_after_warmup"]
+
+    before, after = filtering.run(use())
+    assert after == before
 
 
 def test_the_context_length_ends_a_generation(served: Served, random: np.random.Generator) -> None:
@@ -175,6 +274,12 @@ GARBAGE: dict[str, tuple[Any, Any]] = {
     "temperature is inf": ([1], SamplingParams(max_tokens=1, temperature=float("inf"))),
     "stop_tokens is (99,)": ([1], SamplingParams(max_tokens=1, stop_tokens=(99,))),
     "stop_tokens is 3": ([1], SamplingParams(max_tokens=1, stop_tokens=3)),  # type: ignore[arg-type]
+    "top_k is 0": ([1], SamplingParams(max_tokens=1, top_k=0)),
+    "top_p is 0": ([1], SamplingParams(max_tokens=1, top_p=0)),
+    "top_p is 1.5": ([1], SamplingParams(max_tokens=1, top_p=1.5)),
+    "min_p is nan": ([1], SamplingParams(max_tokens=1, min_p=float("nan"))),
+    "stop_strings is ('',)": ([1], SamplingParams(max_tokens=1, stop_strings=("",))),
+    "stop_strings is 'ab'": ([1], SamplingParams(max_tokens=1, stop_strings="ab")),  # type: ignore[arg-type]
     "seed is -1": ([1], SamplingParams(max_tokens=1, seed=-1)),
     "deadline_seconds is 0": ([1], SamplingParams(max_tokens=1, deadline_seconds=0)),
     "expected SamplingParams": ([1], {"max_tokens": 1}),

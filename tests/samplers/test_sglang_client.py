@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from sampler_examples import CONFIG, TOLERANCE, Served, in_folder, make_sglang, make_weights, write_checkpoint
+from sampler_examples import (
+    CONFIG,
+    TOLERANCE,
+    Served,
+    in_folder,
+    make_sglang,
+    make_tokenizer,
+    make_weights,
+    write_checkpoint,
+)
 from sglang_server import DocumentedServer, ForwardingServer, SglangJaxServer
 
-from actors.samplers.contract import Generation, SamplerError, SamplingParams, StopReason, UpdateError
+from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason, UpdateError
 from actors.samplers.publication import Publication
 
 
@@ -74,6 +83,30 @@ def test_an_end_that_only_the_server_knows_is_no_end(
     generation = served_sglang.run(served_sglang.sampler.generate([5, 6], params))
     np.testing.assert_array_equal(generation.tokens, free.tokens)
     assert generation.stop_reason is StopReason.LENGTH
+
+
+def test_filters_are_refused_by_name(served_sglang: Served) -> None:
+    for filters in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
+        with pytest.raises(RequestError, match=r"unfiltered distribution; use sampler\.kind=local"):
+            served_sglang.run(served_sglang.sampler.generate([1], SamplingParams(max_tokens=1, **filters)))  # type: ignore[arg-type]
+
+
+def test_a_stop_string_that_the_server_missed_ends_the_generation_all_the_same(
+    documented: DocumentedServer, served_sglang: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, before = make_tokenizer(), len(documented.asked)
+    free = served_sglang.run(served_sglang.sampler.generate([5, 6], SamplingParams(max_tokens=40, temperature=0.0)))
+    string = tokenizer.decode(free.tokens[10:12].tolist())
+    end = next(end for end in range(41) if string in tokenizer.decode(free.tokens[:end].tolist()))
+    params = SamplingParams(max_tokens=40, temperature=0.0, stop_strings=(string,))
+    for reads_text in (True, False):
+        monkeypatch.setattr(documented, "reads_text", reads_text)
+        generation = served_sglang.run(served_sglang.sampler.generate([5, 6], params))
+        np.testing.assert_array_equal(generation.tokens, free.tokens[:end])
+        assert len(generation.logprobs) == len(generation.versions) == end
+        assert (generation.stop_reason, generation.stop_string) == (StopReason.STOP, string)
+    assert documented.asked[-1][1]["sampling_params"]["stop"] == [string]
+    assert len(documented.asked) == before + 3
 
 
 def test_a_checkpoint_that_the_server_refuses_leaves_the_old_version_serving(

@@ -10,35 +10,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampler_examples import CONTEXT, TOLERANCE, Reference, make_weights
+from sampler_examples import CONTEXT, TOLERANCE, Reference, filtered_reference, make_weights
 from scipy import special, stats
 from sglang_engine import SLOTS, finish, publish
 
 from actors.samplers.contract import SamplingParams, StopReason
-from actors.samplers.sglang.corrections import correct_package, draw
+from actors.samplers.sglang.corrections import correct_package, draw, sample
 from actors.samplers.sglang.engine import SglangEngine
 from actors.samplers.sglang.release import RELEASE, ReleaseError, check_model, check_release
 
 
-def draws(sampler: Any, logits_V: np.ndarray, seeds_B: np.ndarray, position: int) -> np.ndarray:
-    """Tokens that ``sampler`` draws from softmax(logits), one for each seed."""
+def draws(
+    sampler: Any,
+    logits_V: np.ndarray,
+    seeds_B: np.ndarray,
+    position: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """Tokens that ``sampler`` draws from softmax(logits / temperature) as filtered, one for each seed."""
     count = len(seeds_B)
     logits_BV = jnp.tile(jnp.asarray(logits_V), (count, 1))
-    whole = jnp.full(count, 1 << 30, jnp.int32)
-    ones, zeros, positions_B = jnp.ones(count), jnp.zeros(count), jnp.full(count, position, jnp.int32)
+    ones, whole, positions_B = (
+        jnp.ones(count),
+        jnp.full(count, 1 << 30, jnp.int32),
+        jnp.full(count, position, jnp.int32),
+    )
+    temperatures_B1, top_ps_B, min_ps_B = ones[:, None] * temperature, ones * top_p, ones * min_p
+    seeds_B = jnp.asarray(seeds_B, jnp.int32)
+    if sampler is draw:
+        return np.asarray(draw(logits_BV / temperatures_B1, seeds_B, positions_B, whole, top_ps_B, min_ps_B)[0])
     arguments = (
         logits_BV,
-        jax.nn.softmax(logits_BV),
+        jax.nn.softmax(logits_BV / temperatures_B1),
         whole,
-        ones,
-        zeros,
+        top_ps_B,
+        min_ps_B,
         positions_B,
-        ones[:, None],
-        jnp.asarray(seeds_B, jnp.int32),
-        False,
+        temperatures_B1,
+        seeds_B,
+        min_p > 0,
         jax.random.key(0),
     )
-    return np.asarray(sampler(arguments, False))
+    return np.asarray(sampler(arguments))
 
 
 def fit(tokens: np.ndarray, logits_V: np.ndarray) -> float:
@@ -49,17 +65,30 @@ def fit(tokens: np.ndarray, logits_V: np.ndarray) -> float:
 
 @pytest.mark.parametrize("seeds", ["neighbours", "random"])
 def test_tokens_follow_the_stated_distribution(engine: SglangEngine, seeds: str) -> None:
-    from sgl_jax.srt.layers import sampler
-
-    def released(arguments: tuple[Any, ...], _: bool) -> jax.Array:
-        return sampler.top_k_top_p_min_p_sampling_from_probs_jax_with_mask(arguments)
+    from sgl_jax.srt.layers.sampler import Sampler
+    from sgl_jax.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_jax_with_mask as released
 
     random = np.random.default_rng(0)
     logits_V = random.standard_normal(16).astype(np.float32)
     seeds_B = np.arange(50_000) if seeds == "neighbours" else random.integers(-(2**31), 2**31, 50_000)
-    assert sampler.top_k_top_p_min_p_sampling_from_probs_jax is draw, "the engine does not use the correction"
+    assert Sampler._regular_sampling is sample, "the engine does not use the correction"
     assert min(fit(draws(draw, logits_V, seeds_B, position), logits_V) for position in (3, 4)) > 1e-4
     assert fit(draws(released, logits_V, seeds_B, 3), logits_V) < 1e-4, "the correction is needed no more"
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "min_p"), [(0.4, 0.8, 0.0), (1.0, 1.0, 0.2)])
+def test_filters_keep_what_they_say(engine: SglangEngine, temperature: float, top_p: float, min_p: float) -> None:
+    from sgl_jax.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_jax_with_mask as released
+
+    logits_V = np.linspace(0, 2, 16, dtype=np.float32)
+    scaled_V = special.log_softmax(logits_V / temperature)
+    expected = set(np.flatnonzero(np.isfinite(filtered_reference(scaled_V, top_k=None, top_p=top_p, min_p=min_p))))
+    filters = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    seeds_B = np.arange(5_000)
+    assert set(draws(draw, logits_V, seeds_B, 3, **filters).tolist()) == expected
+    assert set(draws(released, logits_V, seeds_B, 3, **filters).tolist()) != expected, (
+        "no correction is needed any more"
+    )
 
 
 def test_the_rotary_frequencies_of_llama_3_1_are_used() -> None:

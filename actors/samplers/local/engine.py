@@ -27,10 +27,13 @@ from actors.samplers.contract import (
     Tokens,
     UpdateError,
 )
+from actors.samplers.engine import Counters
+from actors.samplers.filters import EVERY_TOKEN, bounds
 from actors.samplers.local.cache import SlotCache
 from actors.samplers.local.program import BLOCK, Program, ladder
 from actors.samplers.local.requests import Request, make_request
-from actors.samplers.serving import Counters
+from actors.samplers.requests import check_params, checked_prompt, most_tokens
+from actors.samplers.stops import StopStrings
 from learner.models.compilations import CompilationCounter
 from learner.models.config import ModelConfig, ModelError
 from learner.models.weights import abstract_model, from_hf, to_hf
@@ -49,7 +52,15 @@ class Engine:
     """
 
     def __init__(
-        self, config: ModelConfig, *, slots: int, context_length: int, on_update: OnUpdate | str, seed: int
+        self,
+        config: ModelConfig,
+        *,
+        slots: int,
+        context_length: int,
+        on_update: OnUpdate | str,
+        seed: int,
+        filters: bool = False,
+        stop_strings: StopStrings | None = None,
     ) -> None:
         """Allocate the cache; ``warm_up`` compiles.
 
@@ -60,6 +71,9 @@ class Engine:
             on_update: what becomes of the keys of requests in flight when the weights change; under ``drain`` the
                 owner swaps only when there are none.
             seed: where requests without a seed of their own draw one from.
+            filters: serve top-k, top-p and min-p, for evaluation; otherwise they are refused, and the compiled program
+                has nothing of them.
+            stop_strings: finds those of the requests; None refuses requests that have any.
         """
         if not 2 <= context_length <= config.max_position_embeddings:
             raise ValueError(
@@ -74,10 +88,11 @@ class Engine:
         self._context_length = context_length
         self._on_update = OnUpdate(on_update)
         self._random = np.random.default_rng(seed)
+        self._filters, self._stop_strings = filters, stop_strings
         shapes = ladder(slots)
         longest = max(shape.chunk for shape in shapes)
         self._cache = SlotCache(config, slots=slots, context_length=context_length, padding=longest + BLOCK)
-        self._program = Program(config, self._cache, shapes)
+        self._program = Program(config, self._cache, shapes, filters=filters)
         self._leaves: list[jax.Array] = []
         self._compilations = CompilationCounter()
         self._compilations_at_warm_up = 0
@@ -92,6 +107,11 @@ class Engine:
         self._limits_S = np.zeros(slots, np.int32)
         self._seeds_S2 = np.zeros((slots, 2), np.uint32)
         self._temperatures_S = np.ones(slots, np.float32)
+        self._top_ks_S = np.full(slots, EVERY_TOKEN, np.int32)
+        self._top_ps_S = np.ones(slots, np.float32)
+        self._min_ps_S = np.zeros(slots, np.float32)
+        self._watched_S = np.zeros(slots, bool)
+        """Whose text is looked at for stop strings."""
         self._stops_SX: np.ndarray = np.full((slots, 1), _NO_TOKEN, np.int32)
         self._deadlines_S = np.full(slots, np.inf)
         self._prefilled_last = False
@@ -119,6 +139,15 @@ class Engine:
         self._program.warm_up(self.prepare(to_hf(self.config, zeros)))
         self._compilations_at_warm_up = self._compilations.count
 
+    def limit(self, tokens: Tokens, params: SamplingParams) -> int:
+        """Most tokens that a request may come to hold: its prompt and all that may be sampled behind it.
+
+        Raises:
+            RequestError: it can never be served.
+            SamplerError: no version is held yet.
+        """
+        return most_tokens(self._checked(tokens, params), params, self._context_length)
+
     def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
         """Queue a request; returns the number under which ``step`` reports it.
 
@@ -128,13 +157,11 @@ class Engine:
             RequestError: the request can never be served.
             SamplerError: no version is held yet.
         """
-        self._held_version()
         request = make_request(
             self._numbers,
-            tokens,
+            self._checked(tokens, params),
             params,
             asked_at=time.monotonic() if asked_at is None else asked_at,
-            vocabulary=self.config.vocab_size,
             context_length=self._context_length,
             random=self._random,
         )
@@ -195,6 +222,12 @@ class Engine:
             self.counters.busy_seconds += time.monotonic() - started
         return ended
 
+    def _checked(self, tokens: Tokens, params: SamplingParams) -> np.ndarray:
+        """The prompt of a request that can be served, int32[P]."""
+        self._held_version()
+        check_params(params, self.config.vocab_size, filters=self._filters, reads_text=self._stop_strings is not None)
+        return checked_prompt(tokens, self.config.vocab_size, self._context_length)
+
     def _held_version(self) -> int:
         if self.version is None:
             raise SamplerError("no policy version is held yet; publish weights with update before sampling")
@@ -235,8 +268,10 @@ class Engine:
         self._numbers_S[slot] = request.number
         self._limits_S[slot] = request.limit
         self._seeds_S2[slot] = request.seed_2
-        self._temperatures_S[slot] = request.params.temperature
         self._deadlines_S[slot] = request.deadline
+        self._watched_S[slot] = bool(request.params.stop_strings)
+        self._temperatures_S[slot] = request.params.temperature
+        self._top_ks_S[slot], self._top_ps_S[slot], self._min_ps_S[slot] = bounds(request.params)
         stops = request.params.stop_tokens
         if len(stops) > self._stops_SX.shape[1]:
             wider = ((0, 0), (0, len(stops) - self._stops_SX.shape[1]))
@@ -270,6 +305,9 @@ class Engine:
         rows.counts_R[live] = counts_R
         rows.seeds_R2[live] = self._seeds_S2[slots_R]
         rows.temperatures_R[live] = self._temperatures_S[slots_R]
+        rows.top_ks_R[live] = self._top_ks_S[slots_R]
+        rows.top_ps_R[live] = self._top_ps_S[slots_R]
+        rows.min_ps_R[live] = self._min_ps_S[slots_R]
         token_R, logprob_R = self._program.extend(self._leaves, shape, rows)
         cache.cached_S[slots_R] = starts_R + counts_R
         whole_R = starts_R + counts_R == known_R
@@ -292,14 +330,30 @@ class Engine:
         self.counters.tokens_sampled += len(slots_R)
         stopped_R = (self._stops_SX[slots_R] == token_R[:, None]).any(axis=1)
         full_R = position_R + 1 == self._limits_S[slots_R]
+        strings = self._completed_strings(slots_R[self._watched_S[slots_R] & ~stopped_R].tolist())
+        if strings:
+            stopped_R |= np.isin(slots_R, list(strings))
+        ended_R = np.flatnonzero(stopped_R | full_R)
         return [
-            self._end(int(slots_R[row]), StopReason.STOP if stopped_R[row] else StopReason.LENGTH)
-            for row in np.flatnonzero(stopped_R | full_R)
+            self._end(slot, StopReason.STOP if stopped else StopReason.LENGTH, strings.get(slot))
+            for slot, stopped in zip(slots_R[ended_R].tolist(), stopped_R[ended_R], strict=True)
         ]
 
-    def _end(self, slot: int, reason: StopReason) -> tuple[int, Generation]:
+    def _completed_strings(self, slots: list[int]) -> dict[int, str]:
+        """The stop strings that the newest tokens of these slots complete, by slot."""
+        completed: dict[int, str] = {}
+        for slot in slots:
+            assert self._stop_strings is not None, "a request with stop strings was to be refused"
+            request = self._running[slot]
+            tokens_N = self._cache.tokens_SC[slot, len(request.prompt_P) : self._cache.length_S[slot]]
+            string = self._stop_strings.completed(tokens_N, request.params.stop_strings)
+            if string is not None:
+                completed[slot] = string
+        return completed
+
+    def _end(self, slot: int, reason: StopReason, stop_string: str | None = None) -> tuple[int, Generation]:
         request = self._vacate(slot)
-        return request.number, request.generation(reason)
+        return request.number, request.generation(reason, stop_string)
 
     def _vacate(self, slot: int) -> Request:
         """Take the slot from its request, which keeps what was sampled."""

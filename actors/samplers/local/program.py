@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from actors.samplers.filters import EVERY_TOKEN, filtered, filtering
 from actors.samplers.local.cache import SlotCache
 from learner.models.attention import Attend, Reach, softcapped
 from learner.models.config import ModelConfig
@@ -55,6 +56,9 @@ class Rows(NamedTuple):
         counts_R: int32, valid tokens of each row.
         seeds_R2: uint32, the raw random key of each request.
         temperatures_R: float32; 0 is greedy.
+        top_ks_R: int32, see ``actors.samplers.filters``; so are the next two.
+        top_ps_R: float32.
+        min_ps_R: float32.
     """
 
     tokens_RT: Any
@@ -63,6 +67,9 @@ class Rows(NamedTuple):
     counts_R: Any
     seeds_R2: Any
     temperatures_R: Any
+    top_ks_R: Any
+    top_ps_R: Any
+    min_ps_R: Any
 
 
 def ladder(slots: int) -> tuple[Shape, ...]:
@@ -80,12 +87,12 @@ class Program:
     Flat leaves, because flattening the parameter tree on every call costs more than the call's own dispatch.
     """
 
-    def __init__(self, config: ModelConfig, cache: SlotCache, shapes: tuple[Shape, ...]) -> None:
+    def __init__(self, config: ModelConfig, cache: SlotCache, shapes: tuple[Shape, ...], *, filters: bool) -> None:
         self.shapes = shapes
         self._cache = cache
         graph, self._abstract = abstract_model(config)
         self._treedef = jax.tree.structure(self._abstract)
-        self._make = partial(_extend, graph, self._treedef)
+        self._make = partial(_extend, graph, self._treedef, filters)
         self._extend: dict[Shape, Callable[..., Any]] = {}
         self._copy: Callable[..., Any] | None = None
 
@@ -129,6 +136,9 @@ class Program:
             counts_R=np.zeros(shape.rows, np.int32),
             seeds_R2=np.zeros((shape.rows, 2), np.uint32),
             temperatures_R=np.ones(shape.rows, np.float32),
+            top_ks_R=np.full(shape.rows, EVERY_TOKEN, np.int32),
+            top_ps_R=np.ones(shape.rows, np.float32),
+            min_ps_R=np.zeros(shape.rows, np.float32),
         )
 
     def extend(self, leaves: list[jax.Array], shape: Shape, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -159,6 +169,7 @@ class Program:
 def _extend(
     graph: nnx.GraphDef[Decoder],
     treedef: Any,
+    filters: bool,
     leaves: list[jax.Array],
     keys_LSKCD: jax.Array,
     values_LSKCD: jax.Array,
@@ -174,7 +185,7 @@ def _extend(
     hidden_RH = jnp.take_along_axis(hidden_RTH, last_R[:, None, None], axis=1)[:, 0]
     logits_RV = jnp.einsum("rh,vh->rv", hidden_RH, model.output_VH, preferred_element_type=jnp.float32)
     logits_RV = softcapped(logits_RV, model.config.final_logit_softcapping)
-    token_R, logprob_R = sample(logits_RV, rows.seeds_R2, rows.starts_R + rows.counts_R, rows.temperatures_R)
+    token_R, logprob_R = sample(logits_RV, rows.starts_R + rows.counts_R, rows, filters=filters)
     # One array, so that one transfer brings both to the host.
     return keys_LSKCD, values_LSKCD, jnp.stack([token_R, jax.lax.bitcast_convert_type(logprob_R, jnp.int32)])
 
@@ -270,26 +281,45 @@ def _append(rows: Rows, cache: tuple[jax.Array, jax.Array], new: tuple[jax.Array
     return keys_LSKCD, values_LSKCD
 
 
-def sample(
-    logits_RV: jax.Array, seeds_R2: jax.Array, positions_R: jax.Array, temperatures_R: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def sample(logits_RV: jax.Array, positions_R: jax.Array, rows: Rows, *, filters: bool) -> tuple[jax.Array, jax.Array]:
     """Draw one token per row and its log-probability under the distribution drawn from.
 
     A row's randomness is its own key folded with the position of the token: what else is in the batch,
     and how often the request was interrupted, does not change it.
 
-    Returns:
-        token_R int32, logprob_R float32 (of temperature-scaled logits; of the logits themselves when greedy).
-    """
-    greedy_R = temperatures_R == 0.0
-    logits_RV = logits_RV.astype(jnp.float32) / jnp.where(greedy_R, 1.0, temperatures_R)[:, None]
+    Args:
+        logits_RV: the model's.
+        positions_R: int32, of the tokens drawn.
+        rows: how to sample.
+        filters: whether a row may filter; if not, the program holds no filter.
 
+    Returns:
+        token_R int32, logprob_R float32 (of temperature-scaled and filtered logits; of the logits themselves when
+        greedy).
+    """
+    temperature_R = jnp.where(rows.temperatures_R == 0.0, 1.0, rows.temperatures_R)
+    bounds = (rows.top_ks_R, rows.top_ps_R, rows.min_ps_R)
+
+    def from_all(logits_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _draw(logits_RV.astype(jnp.float32) / temperature_R[:, None], positions_R, rows)
+
+    def from_some(logits_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scaled_RV = logits_RV.astype(jnp.float32) / temperature_R[:, None]
+        return _draw(filtered(scaled_RV, *bounds), positions_R, rows)
+
+    if not filters:
+        return from_all(logits_RV)
+    # Both branches hold the whole draw: a call without filters neither pays for them nor differs by a bit.
+    return jax.lax.cond(filtering(logits_RV.shape[-1], *bounds).any(), from_some, from_all, logits_RV)
+
+
+def _draw(logits_RV: jax.Array, positions_R: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     def draw(seed_2: jax.Array, position: jax.Array, logits_V: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
         return jax.random.categorical(jax.random.fold_in(key, position), logits_V)
 
-    drawn_R = jax.vmap(draw)(seeds_R2, positions_R, logits_RV)
-    token_R = jnp.where(greedy_R, jnp.argmax(logits_RV, axis=-1), drawn_R).astype(jnp.int32)
+    drawn_R = jax.vmap(draw)(rows.seeds_R2, positions_R, logits_RV)
+    token_R = jnp.where(rows.temperatures_R == 0.0, jnp.argmax(logits_RV, axis=-1), drawn_R).astype(jnp.int32)
     logprob_RV = jax.nn.log_softmax(logits_RV, axis=-1)
     return token_R, jnp.take_along_axis(logprob_RV, token_R[:, None], axis=-1)[:, 0]
 

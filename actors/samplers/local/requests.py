@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.samplers.contract import Generation, SamplingParams, StopReason, Tokens
-from actors.samplers.requests import check_params, checked_prompt, drawn_seed
+from actors.samplers.contract import Generation, SamplingParams, StopReason
+from actors.samplers.requests import drawn_seed, most_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -42,34 +42,27 @@ class Request:
         """All tokens whose keys the request needs, int32[P + N]."""
         return np.concatenate([self.prompt_P, self.tokens_N]) if self.tokens_N.size else self.prompt_P
 
-    def generation(self, reason: StopReason) -> Generation:
+    def generation(self, reason: StopReason, stop_string: str | None = None) -> Generation:
         """The answer to the caller."""
-        return Generation(self.tokens_N, self.logprobs_N, self.versions_N, reason)
+        return Generation(self.tokens_N, self.logprobs_N, self.versions_N, reason, stop_string)
 
 
 def make_request(
     number: int,
-    tokens: Tokens,
+    prompt_P: np.ndarray,
     params: SamplingParams,
     *,
     asked_at: float,
-    vocabulary: int,
     context_length: int,
     random: np.random.Generator,
 ) -> Request:
-    """Check a request and prepare it.
-
-    Raises:
-        RequestError: it can never be served.
-    """
-    prompt_P = checked_prompt(tokens, vocabulary, context_length)
-    check_params(params, vocabulary)
+    """Prepare a request that was checked."""
     seed = drawn_seed(params, random)
     return Request(
         number=number,
         prompt_P=prompt_P,
         params=params,
         seed_2=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        limit=min(len(prompt_P) + params.max_tokens, context_length),
+        limit=most_tokens(prompt_P, params, context_length),
         deadline=asked_at + params.deadline_seconds,
     )

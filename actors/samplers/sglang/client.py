@@ -34,6 +34,7 @@ from actors.samplers.contract import (
 from actors.samplers.publication import FolderParts, Publication, verified
 from actors.samplers.requests import check_params, checked_prompt, drawn_seed, folded_seed
 from actors.samplers.sglang.server import Reply, SglangServer
+from actors.samplers.stops import StopStrings
 
 ABORT_SECONDS = 5.0
 """How long an aborted request may take to answer with what it has; it is given up afterwards."""
@@ -66,7 +67,8 @@ class SglangClient:
 
         Args:
             url: of the server, which must serve the model's architecture.
-            model: checkpoint folder of the model; shapes and vocabulary are read from it.
+            model: checkpoint folder of the model; shapes and vocabulary are read from it, and the tokenizer, if there
+                is one: stop strings are found with it.
             slots: requests that the server is given at once; others wait here.
             context_length: most tokens of a request, prompt and sampled.
             on_update: ``recompute`` or ``drain``.
@@ -86,6 +88,7 @@ class SglangClient:
                 "use recompute or drain"
             )
         self._server = SglangServer(url)
+        self._stop_strings = StopStrings.of(Path(model))
         self._vocabulary = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
         self._context_length = context_length
         self._random = np.random.default_rng(seed)
@@ -167,10 +170,12 @@ class SglangClient:
         if self._version is None:
             raise SamplerError("no policy version is held yet; publish weights with update before sampling")
         prompt_P = checked_prompt(tokens, self._vocabulary, self._context_length)
-        check_params(params, self._vocabulary)
+        check_params(params, self._vocabulary, filters=True, reads_text=self._stop_strings is not None)
+        _refuse_filters(params)
         wanted = _Wanted(
             prompt_P,
             params,
+            self._stop_strings,
             most=min(params.max_tokens, self._context_length - len(prompt_P)),
             seed=folded_seed(drawn_seed(params, self._random)) >> 1,
             deadline=self._loop.time() + params.deadline_seconds,
@@ -310,20 +315,24 @@ class _Wanted:
     Attributes:
         prompt_P: int32.
         params: how to sample.
+        stop_strings: finds those of ``params``.
         most: most tokens to sample.
         seed: 0..2**31-1.
         deadline: in seconds of the loop's clock.
         tokens_N, logprobs_N, versions_N: sampled so far.
+        stop_string: the one that the last token completes.
     """
 
     prompt_P: np.ndarray
     params: SamplingParams
+    stop_strings: StopStrings | None
     most: int
     seed: int
     deadline: float
     tokens_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     versions_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    stop_string: str | None = None
 
     @property
     def known(self) -> np.ndarray:
@@ -341,20 +350,37 @@ class _Wanted:
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "repetition_penalty": 1.0,
+            "stop": list(self.params.stop_strings),
+            "skip_special_tokens": False,  # they are part of the text that stop strings are looked for in
             "stop_token_ids": list(self.params.stop_tokens),
             "ignore_eos": not self.params.stop_tokens,  # it would make a server ignore stop_token_ids, too
             "sampling_seed": self.seed,
         }
 
     def take(self, reply: Reply, version: int) -> None:
-        """Append what was sampled under ``version``."""
+        """Append what was sampled under ``version``, up to a stop string.
+
+        The server looks for stop strings, too, but not in what it had sampled before an update, and only in so many
+        tokens as it would write them with: what it finds late is cut off here.
+        """
+        before = len(self.tokens_N)
         self.tokens_N = np.concatenate([self.tokens_N, reply.tokens])
         self.logprobs_N = np.concatenate([self.logprobs_N, reply.logprobs])
         self.versions_N = np.concatenate([self.versions_N, np.full(len(reply.tokens), version, np.int32)])
+        if self.stop_strings is None or not self.params.stop_strings:
+            return
+        for end in range(before + 1, len(self.tokens_N) + 1):
+            if int(self.tokens_N[end - 1]) in self.params.stop_tokens:
+                return
+            self.stop_string = self.stop_strings.completed(self.tokens_N[:end], self.params.stop_strings)
+            if self.stop_string is not None:
+                self.tokens_N, self.logprobs_N = self.tokens_N[:end], self.logprobs_N[:end]
+                self.versions_N = self.versions_N[:end]
+                return
 
     def reason(self, reply: Reply, now: float) -> StopReason | None:
         """Why the request is over; None if it is not: an update came between, or an end that only the server knows."""
-        if len(reply.tokens) and int(reply.tokens[-1]) in self.params.stop_tokens:
+        if self.stop_string is not None or (len(reply.tokens) and int(reply.tokens[-1]) in self.params.stop_tokens):
             return StopReason.STOP
         if len(self.tokens_N) >= self.most or reply.finish == "length":
             return StopReason.LENGTH
@@ -362,7 +388,20 @@ class _Wanted:
 
     def generation(self, reason: StopReason) -> Generation:
         """The answer to the caller."""
-        return Generation(self.tokens_N, self.logprobs_N, self.versions_N, reason)
+        return Generation(self.tokens_N, self.logprobs_N, self.versions_N, reason, self.stop_string)
+
+
+def _refuse_filters(params: SamplingParams) -> None:
+    """Refuse top-k, top-p and min-p, of which the log-probabilities that SGLang reports know nothing.
+
+    It gives those of the temperature-scaled distribution, whatever is filtered afterwards. Source: pull request 5961
+    of sgl-project/sglang.
+    """
+    if params.filters:
+        raise RequestError(
+            f"top_k, top_p, min_p are {params.top_k}, {params.top_p:g}, {params.min_p:g}; expected None, 1, 0: SGLang "
+            "reports log-probabilities of the unfiltered distribution; use sampler.kind=local or sglang_jax"
+        )
 
 
 def _outcome(task: asyncio.Future[Generation]) -> Outcome:

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
+from actors.samplers.filters import EVERY_TOKEN, filtered, filtering
 from actors.samplers.sglang.release import check_release
 
 _log = logging.getLogger(__name__)
@@ -27,11 +29,11 @@ def correct_package() -> None:
         ReleaseError: the release is not the one these repairs were written for.
     """
     check_release()
-    from sgl_jax.srt.layers import sampler
     from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding
+    from sgl_jax.srt.layers.sampler import Sampler
     from sgl_jax.srt.managers.scheduler import Scheduler
 
-    sampler.top_k_top_p_min_p_sampling_from_probs_jax = draw
+    Sampler._regular_sampling = sample
     Llama3RotaryEmbedding.__init__ = _stretched(Llama3RotaryEmbedding.__init__)
     Scheduler.pause_generation = _pause_with_fresh_prefills(Scheduler.pause_generation)
 
@@ -45,32 +47,61 @@ def correct_scheduler(scheduler: Any, context_length: int) -> None:
     scheduler.parent_process = scheduler.tp_worker.parent_process = _NoParent()
 
 
-def draw(arguments: tuple[Any, ...], use_sort: bool) -> jax.Array:
-    """Sample one token for every row, from softmax(logits / temperature) exactly and by the row's own seed.
+def sample(self: Any, operands: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    """One token for every row by the row's own seed, and the log-probabilities of what it was drawn from.
 
-    Takes the place of ``top_k_top_p_min_p_sampling_from_probs_jax``, whose seeded draw makes its noise of 24 bits of a
-    product hash and adds 1e-9 to every probability: it follows another distribution than the one whose
-    log-probabilities are reported, and neighbouring seeds are not independent. Its draw without seeds has one key
-    for the whole batch, so that a sample depends on who else is in it.
+    Takes the place of ``Sampler._regular_sampling``. Its seeded draw makes its noise of 24 bits of a product hash and
+    adds 1e-9 to every probability: it follows another distribution than the one whose log-probabilities are reported,
+    and neighbouring seeds are not independent. Its draw without seeds has one key for the whole batch, so that a
+    sample depends on who else is in it. Top-p is measured before the temperature is applied, min-p compares logits as
+    if they were probabilities and puts 0 in place of what it drops, and the log-probabilities know of no filter.
 
     Args:
-        arguments: as the original: logits [B, V], then top_ks [B] at 2, positions [B] at 5, temperatures [B, 1] at 6
-            and sampling_seeds int32[B] at 7; top_k 1 means greedy.
-        use_sort: how the original finds the likeliest tokens; nothing here depends on it.
+        self: the engine's sampler.
+        operands: as the original: logits [B, V], then what to sample (a ``SamplingMetadata``); top_k 1 means greedy.
 
     Returns:
-        int32[B], the tokens.
+        int32[B], the tokens; [B, V], the log-probabilities.
     """
-    logits_BV, _, top_ks_B, _, _, positions_B, temperatures_B1, seeds_B, *_ = arguments
-    scaled_BV = logits_BV.astype(jnp.float32) / temperatures_B1
+    logits_BV, metadata, *_ = operands
+    scaled_BV = reshard(logits_BV, NamedSharding(self.mesh, PartitionSpec("data", None))).astype(jnp.float32)
+    scaled_BV = scaled_BV / metadata.temperatures
+    tokens_B, logprobs_BV = draw(
+        scaled_BV, metadata.sampling_seeds, metadata.positions, metadata.top_ks, metadata.top_ps, metadata.min_ps
+    )
+    logprobs_BV = logprobs_BV.clip(min=jnp.finfo(logits_BV.dtype).min).astype(logits_BV.dtype)
+    return (
+        reshard(tokens_B, NamedSharding(self.mesh, PartitionSpec("data"))),
+        reshard(logprobs_BV, NamedSharding(self.mesh, PartitionSpec("data", "tensor"))),
+    )
+
+
+def draw(
+    scaled_BV: jax.Array,
+    seeds_B: jax.Array,
+    positions_B: jax.Array,
+    top_ks_B: jax.Array,
+    top_ps_B: jax.Array,
+    min_ps_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens int32[B] and log-probabilities float32[B, V] of temperature-scaled logits; top_k 1 means greedy."""
+    greedy_B = top_ks_B == 1  # of the rows that only fill up the batch, too
+    bounds = (jnp.where(greedy_B, EVERY_TOKEN, top_ks_B), top_ps_B, min_ps_B)
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(0), seed.astype(jnp.uint32))
         key = jax.random.fold_in(key, position.astype(jnp.uint32))
         return jax.random.gumbel(key, (scaled_BV.shape[-1],), jnp.float32)
 
-    drawn_B = jnp.argmax(scaled_BV + jax.vmap(noise)(seeds_B, positions_B), axis=-1)
-    return jnp.where(top_ks_B == 1, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
+    kept_BV = jax.lax.cond(
+        filtering(scaled_BV.shape[-1], *bounds).any(),
+        lambda logits_BV: filtered(logits_BV, *bounds),
+        lambda logits_BV: logits_BV,
+        scaled_BV,
+    )
+    drawn_B = jnp.argmax(kept_BV + jax.vmap(noise)(seeds_B, positions_B), axis=-1)
+    tokens_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
+    return tokens_B, jax.nn.log_softmax(kept_BV, axis=-1)
 
 
 def _pause_with_fresh_prefills(pause: Any) -> Any:

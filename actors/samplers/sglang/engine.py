@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,16 @@ from actors.samplers.contract import (
     OnUpdate,
     SamplerError,
     SamplingParams,
-    StopReason,
     Tokens,
     UpdateError,
 )
-from actors.samplers.requests import check_params, checked_prompt, drawn_seed, folded_seed
-from actors.samplers.serving import Counters
+from actors.samplers.engine import Counters
+from actors.samplers.requests import check_params, checked_prompt, drawn_seed, most_tokens
 from actors.samplers.sglang.corrections import correct_package, correct_scheduler
 from actors.samplers.sglang.release import check_model
+from actors.samplers.sglang.requests import Request, asked, name_of
 from actors.samplers.sglang.weights import WeightTable
+from actors.samplers.stops import StopStrings
 
 _PREFILL_TOKENS = (64, 128, 256, 512)
 """Ladder of compiled prefill sizes; the last bounds how long decoding waits for a prefill."""
@@ -47,27 +47,8 @@ _NEVER_SECONDS = 1e9
 """The engine's watchdog ends processes; ``health`` says what it would have found."""
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request on its way through the scheduler.
-
-    Attributes:
-        request: the scheduler's record of it.
-        params: how it is sampled.
-        deadline: in seconds of ``time.monotonic``.
-        versions: the policy version that sampled each token so far.
-        aborted: whether its end was asked for.
-    """
-
-    request: Any
-    params: SamplingParams
-    deadline: float
-    versions: list[int] = field(default_factory=list)
-    aborted: bool = False
-
-
 class SglangEngine:
-    """Samples for many requests at once with SGLang-Jax; see ``actors.samplers.serving.Engine``.
+    """Samples for many requests at once with SGLang-Jax; see ``actors.samplers.engine.Engine``.
 
     Attributes:
         version: the policy version served; None before the first ``swap``.
@@ -84,17 +65,20 @@ class SglangEngine:
         seed: int,
         dtype: str,
         tensor: int,
+        filters: bool = False,
     ) -> None:
         """Start the scheduler without weights and compile every shape.
 
         Args:
-            model: checkpoint folder; only its ``config.json`` is read.
+            model: checkpoint folder; of it, ``config.json`` is read, and ``tokenizer.json`` if there is one: stop
+                strings are found with it.
             slots: requests that run at once.
             context_length: most tokens of a request, prompt and sampled.
             on_update: what becomes of requests in flight when the weights change.
             seed: where requests without a seed of their own draw one from.
             dtype: of weights, activations and cache: ``float32`` or ``bfloat16``.
             tensor: devices that share the heads and the feed-forward channels of every layer.
+            filters: serve top-k, top-p and min-p, for evaluation; otherwise they are refused.
 
         Raises:
             ReleaseError: another release than the corrected one, or a model that it does not serve.
@@ -108,7 +92,8 @@ class SglangEngine:
         self._context_length = context_length
         self._on_update = OnUpdate(on_update)
         self._random = np.random.default_rng(seed)
-        self._held: dict[str, _Request] = {}
+        self._filters, self._stop_strings = filters, StopStrings.of(model)
+        self._held: dict[str, Request] = {}
         self._dropped: list[str] = []
         self._numbers = 0
         self._cache_misses = 0
@@ -133,6 +118,15 @@ class SglangEngine:
         """Calls since the warm-up that found no compiled program, by the engine's own count."""
         return self._cache_misses
 
+    def limit(self, tokens: Tokens, params: SamplingParams) -> int:
+        """Most tokens that a request may come to hold: its prompt and all that may be sampled behind it.
+
+        Raises:
+            RequestError: it can never be served.
+            SamplerError: no version is held yet.
+        """
+        return most_tokens(self._checked(tokens, params), params, self._context_length)
+
     def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
         """Queue a request; returns the number under which ``step`` reports it.
 
@@ -142,27 +136,26 @@ class SglangEngine:
             RequestError: the request can never be served.
             SamplerError: no version is held yet.
         """
-        if self.version is None:
-            raise SamplerError("no policy version is held yet; publish weights with update before sampling")
-        prompt_P = checked_prompt(tokens, self._vocabulary, self._context_length)
-        check_params(params, self._vocabulary)
+        prompt_P = self._checked(tokens, params)
         number = self._numbers
         self._numbers += 1
-        rid = _rid(number)
+        rid = name_of(number)
         self._scheduler.process_input_requests(
-            self._scheduler.select_dp_for_request([_asked(rid, prompt_P, params, drawn_seed(params, self._random))])
+            self._scheduler.select_dp_for_request([asked(rid, prompt_P, params, drawn_seed(params, self._random))])
         )
         request = self._scheduler.waiting_queue[-1]
         # What ends a reply is the caller's business alone, not that of a generation_config.json.
         request.eos_token_ids = None
         request.extra_key = str(self.version)
         accepted = time.monotonic() if asked_at is None else asked_at
-        self._held[rid] = _Request(request, params, accepted + params.deadline_seconds)
+        held = self._held[rid] = Request(request, params, accepted + params.deadline_seconds)
+        if self._stop_strings is not None and params.stop_strings:
+            held.watch(self._stop_strings)
         return number
 
     def abort(self, number: int) -> None:
         """End a request; ``step`` reports it with what was sampled. An ended one is left alone."""
-        held = self._held.get(_rid(number))
+        held = self._held.get(name_of(number))
         if held is not None:
             held.deadline = -np.inf
 
@@ -218,6 +211,13 @@ class SglangEngine:
             scheduler.on_idle()
         return ended + self._take_dropped()
 
+    def _checked(self, tokens: Tokens, params: SamplingParams) -> np.ndarray:
+        """The prompt of a request that can be served, int32[P]."""
+        if self.version is None:
+            raise SamplerError("no policy version is held yet; publish weights with update before sampling")
+        check_params(params, self._vocabulary, filters=self._filters, reads_text=self._stop_strings is not None)
+        return checked_prompt(tokens, self._vocabulary, self._context_length)
+
     def _warm_up(self, slots: int) -> None:
         """Run every kind of request once: what the engine's own warm-up left uncompiled is compiled here."""
         self._serve(self.prepare(self._table.zeros()))
@@ -270,7 +270,7 @@ class SglangEngine:
                 raise SamplerError(
                     f"the engine dropped request {rid}: its cache is too small for one request; lower slots"
                 )
-            ended.append((int(rid), _generation(held, StopReason.ABORTED)))
+            ended.append((int(rid), held.generation()))
         return ended
 
     def _count(self, batch: Any) -> None:
@@ -295,55 +295,8 @@ class SglangEngine:
                 )
             if request.finished():
                 del self._held[request.rid]
-                ended.append((int(request.rid), _generation(held, _reason(held))))
+                ended.append((int(request.rid), held.generation()))
         return ended
-
-
-def _rid(number: int) -> str:
-    # The scheduler aborts whatever begins with the name it is given: all are equally long.
-    return f"{number:020d}"
-
-
-def _reason(held: _Request) -> StopReason:
-    tokens = held.request.output_ids
-    if tokens and tokens[-1] in held.params.stop_tokens:
-        return StopReason.STOP
-    return StopReason.ABORTED if held.aborted else StopReason.LENGTH
-
-
-def _generation(held: _Request, reason: StopReason) -> Generation:
-    request = held.request
-    return Generation(
-        np.array(request.output_ids, np.int32),
-        np.array(request.output_token_logprobs_val, np.float32),
-        np.array(held.versions, np.int32),
-        reason,
-    )
-
-
-def _asked(rid: str, prompt_P: np.ndarray, params: SamplingParams, seed: int) -> Any:
-    """The request in the words of the scheduler."""
-    from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineParams
-
-    wanted = EngineParams(
-        max_new_tokens=params.max_tokens,
-        temperature=params.temperature,
-        stop_token_ids=list(params.stop_tokens),
-        sampling_seed=folded_seed(seed) - 2**31,  # it holds them as int32,
-    )
-    if params.temperature > 0:  # the engine takes temperatures below 1e-6 for greedy and forgets them
-        wanted.temperature, wanted.top_k = params.temperature, 1 << 30
-    wanted.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        text="",
-        input_ids=prompt_P.tolist(),
-        sampling_params=wanted,
-        return_logprob=False,
-        return_output_logprob_only=True,
-        top_logprobs_num=0,
-    )
 
 
 def _start(model: Path, dropped: list[str], slots: int, context_length: int, dtype: str, tensor: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from actors.samplers.admission import checked_tokens_in_flight
 from actors.samplers.contract import OnUpdate
 from actors.samplers.serving import EngineSampler
 from actors.samplers.sglang.engine import SglangEngine
@@ -23,11 +24,14 @@ class SglangJaxSampler(EngineSampler):
         name: str,
         dtype: str = "float32",
         tensor: int = 1,
+        tokens_in_flight: int | None = None,
+        filters: bool = False,
     ) -> None:
         """Start the engine, compile every shape and start its thread: constructed means ready for ``update``.
 
         Args:
-            model: a checkpoint folder, whose ``config.json`` is read; weights come with ``update``.
+            model: a checkpoint folder, whose ``config.json`` is read, and ``tokenizer.json``, if there is one, to find
+                stop strings with; weights come with ``update``.
             slots: requests that run at once.
             context_length: most tokens of a request, prompt and sampled.
             on_update: what becomes of requests in flight when the weights change.
@@ -35,10 +39,14 @@ class SglangJaxSampler(EngineSampler):
             name: shown in errors and status.
             dtype: of weights, activations and cache: ``float32`` or ``bfloat16``.
             tensor: devices that share the heads and the feed-forward channels of every layer.
+            tokens_in_flight: most tokens, prompts and most new ones, of the requests that the engine is given; the
+                others wait in line, until their deadlines. None: slots × context_length.
+            filters: serve top-k, top-p and min-p, for evaluation; otherwise they are refused.
 
         Raises:
             ReleaseError: SGLang-Jax is missing or another release, or it does not serve the model.
         """
+        bound = checked_tokens_in_flight(tokens_in_flight, slots=slots, context_length=context_length)
         engine = SglangEngine(
             Path(model),
             slots=slots,
@@ -47,5 +55,6 @@ class SglangJaxSampler(EngineSampler):
             seed=seed,
             dtype=dtype,
             tensor=tensor,
+            filters=filters,
         )
-        super().__init__(engine, on_update=on_update, name=name)
+        super().__init__(engine, on_update=on_update, tokens_in_flight=bound, name=name)
