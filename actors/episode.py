@@ -32,6 +32,7 @@ class Agent:
         max_tokens_per_turn: most tokens sampled for one reply.
         context_length: most tokens of an episode, given and sampled.
         request_timeout_seconds: deadline of one reply.
+        stop: texts that end a reply, which they are part of, besides its end-of-turn token.
     """
 
     system_prompt: str | None
@@ -39,6 +40,22 @@ class Agent:
     max_tokens_per_turn: int
     context_length: int
     request_timeout_seconds: float
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How replies are drawn; see ``SamplingParams``. Training has a temperature and nothing else.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy.
+        top_k, top_p, min_p: filters, for evaluation.
+    """
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,7 @@ async def run_episode(
     environments: EnvironmentPool,
     sampler: Sampler,
     sampler_name: str,
-    temperature: float,
+    sampling: Sampling,
     on_sampled: Callable[[int], None] = lambda oldest_version: None,
 ) -> Trajectory:
     """Play one episode and record it.
@@ -80,7 +97,7 @@ async def run_episode(
         environments: where it is played.
         sampler: who replies.
         sampler_name: its name, for the record.
-        temperature: of the sampling.
+        sampling: how replies are drawn.
         on_sampled: called after each reply with the oldest version that sampled any token so far.
 
     Returns:
@@ -93,7 +110,7 @@ async def run_episode(
     started = time.monotonic()
     async with environments.session() as session:
         try:
-            status = await _play(record, place.seed, agent, chat, session, sampler, temperature)
+            status = await _play(record, place.seed, agent, chat, session, sampler, sampling)
         except EnvironmentTimeout as error:
             status = record.failed(Status.TIMEOUT, error)
         except (EnvironmentFailure, ChatError) as error:  # ChatError: text that the policy's tokenizer cannot express
@@ -109,7 +126,7 @@ async def run_episode(
 
 
 async def _play(
-    record: _Record, seed: int, agent: Agent, chat: Chat, session: Session, sampler: Sampler, temperature: float
+    record: _Record, seed: int, agent: Agent, chat: Chat, session: Session, sampler: Sampler, sampling: Sampling
 ) -> Status:
     messages: list[Message] = []
     if agent.system_prompt is not None:
@@ -128,8 +145,12 @@ async def _play(
         record.give(given_F)
         params = SamplingParams(
             max_tokens=min(agent.max_tokens_per_turn, room),
-            temperature=temperature,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             stop_tokens=chat.stop_tokens,
+            stop_strings=agent.stop,
             deadline_seconds=agent.request_timeout_seconds,
         )
         generation = await record.sample(sampler, params)

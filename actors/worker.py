@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.chat import Chat
 from actors.environments.pool import EnvironmentPool
-from actors.episode import Agent, Place, run_episode
+from actors.episode import Agent, Place, Sampling, run_episode
 from actors.routing import Router
 from actors.tally import Tally
 from buffer import AsyncBuffer, BufferUnavailable, Commit, Failure, Slot, WaitTimeout
@@ -71,7 +71,8 @@ class RolloutWorker:
             step_timeout_seconds: limit of one environment call.
             threads: environment calls at the same time.
             agent: how the policy is asked.
-            temperature: of the training episodes' sampling.
+            temperature: of the training episodes' sampling, which nothing else shapes: what is trained on is drawn from
+                the whole policy.
             episodes_in_flight: episodes that run at the same time.
             max_episode_attempts: an episode of ``evaluate`` is given up when it failed this often; what becomes of one
                 in training, the buffer says.
@@ -97,7 +98,7 @@ class RolloutWorker:
         self._training = pool(environment_kwargs)
         self._evaluation = self._training if held_out_kwargs == environment_kwargs else pool(held_out_kwargs)
         self._agent = agent
-        self._temperature = temperature
+        self._sampling = Sampling(temperature)
         self._episodes_in_flight = episodes_in_flight
         self._max_attempts = max_episode_attempts
         self._seed_of = lambda task: train_seed_start + task % train_tasks
@@ -159,8 +160,12 @@ class RolloutWorker:
                 f"its slots ({', '.join(self._groups) or 'none'}) expire by themselves"
             ) from error
 
-    async def evaluate(self, seeds: Sequence[int], temperature: float) -> list[dict[str, Any]]:
+    async def evaluate(self, seeds: Sequence[int], sampling: Sampling) -> list[dict[str, Any]]:
         """Play one episode per environment seed, without the buffer, at most ``episodes_in_flight`` at once.
+
+        Args:
+            seeds: of the environment.
+            sampling: how replies are drawn.
 
         Returns:
             For each seed ``seed, success, reward, turns, invalid_moves, status, trainable`` (whether the policy itself
@@ -172,7 +177,7 @@ class RolloutWorker:
         async def play(position: int, seed: int) -> dict[str, Any]:
             async with permits:
                 place = Place(task=position, seed=seed, group="evaluation", index=0)
-                trajectory = await self._evaluate_place(place, temperature)
+                trajectory = await self._evaluate_place(place, sampling)
             return {
                 **trajectory.metadata,
                 "reward": trajectory.reward,
@@ -253,7 +258,7 @@ class RolloutWorker:
         async with self._permits:
             while True:
                 oldest[index] = self._version  # until the first reply says it exactly
-                trajectory = await self._play(place, self._training, self._temperature, note)
+                trajectory = await self._play(place, self._training, self._sampling, note)
                 if trajectory.status.trainable:
                     break
                 failures, reason = failures + 1, str(trajectory.status)
@@ -277,18 +282,18 @@ class RolloutWorker:
             if not await self._patiently("renew", lambda: buffer.renew(slot.group, min(oldest.values(), default=None))):
                 raise _GroupOver(None)
 
-    async def _evaluate_place(self, place: Place, temperature: float) -> Trajectory:
+    async def _evaluate_place(self, place: Place, sampling: Sampling) -> Trajectory:
         """The trajectory of the first attempt that is data, or of the last one."""
         for attempt in range(self._max_attempts):
             if attempt:
                 await asyncio.sleep(_pause(attempt))
-            trajectory = await self._play(place, self._evaluation, temperature, lambda version: None)
+            trajectory = await self._play(place, self._evaluation, sampling, lambda version: None)
             if trajectory.status.trainable:
                 break
         return trajectory
 
     async def _play(
-        self, place: Place, environments: EnvironmentPool, temperature: float, on_sampled: Callable[[int], None]
+        self, place: Place, environments: EnvironmentPool, sampling: Sampling, on_sampled: Callable[[int], None]
     ) -> Trajectory:
         """Play an episode once, on the sampler that is least busy."""
         with self._router.route() as (sampler_name, sampler), self._tally.running_episode():
@@ -299,7 +304,7 @@ class RolloutWorker:
                 environments=environments,
                 sampler=sampler,
                 sampler_name=sampler_name,
-                temperature=temperature,
+                sampling=sampling,
                 on_sampled=on_sampled,
             )
         self._tally.add(trajectory)

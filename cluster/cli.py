@@ -89,7 +89,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command(name="eval")
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Evaluate a model greedily on the evaluation tasks; [bold]model.path=FOLDER[/] says which.
+    """Evaluate a model on the evaluation tasks; [bold]model.path=FOLDER[/] says which.
 
     FOLDER is a Hugging Face checkpoint folder, such as the [bold]runs/NAME/model[/] of a run.
     """

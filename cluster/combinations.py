@@ -25,6 +25,7 @@ def check_combinations(config: Config) -> None:
         _check_tasks,
         _check_lengths,
         _check_sampler,
+        _check_evaluation,
         _check_batch,
         _check_agreement,
         _check_model,
@@ -67,6 +68,7 @@ def _check_lengths(config: Config) -> None:
 SAMPLER_READS = {
     "urls": ("sglang",),
     "replicas": ("local", "sglang_jax"),
+    "tokens_in_flight": ("local", "sglang_jax"),
     "precision": ("sglang_jax", "sglang"),
     "tensor": ("sglang_jax",),
 }
@@ -87,6 +89,11 @@ def _check_sampler(config: Config) -> None:
         raise ValueError(
             f"sampler.weights_folder={sampler.weights_folder or 'null'}: sampler.transport={sampler.transport} "
             f"{'needs' if sampler.transport == 'folder' else 'does not use'} one; set both or neither"
+        )
+    if sampler.tokens_in_flight is not None and sampler.tokens_in_flight < sampler.context_length:
+        raise ValueError(
+            f"sampler.tokens_in_flight={sampler.tokens_in_flight}: one request may hold sampler.context_length="
+            f"{sampler.context_length} tokens and would never be taken up; use at least that"
         )
     if sampler.kind == "sglang":
         if not sampler.urls:
@@ -110,6 +117,24 @@ def _check_sampler(config: Config) -> None:
             f"model.architecture.head_dim={served.head_dim}: sampler.kind=sglang_jax serves multiples of "
             f"{HEAD_DIM_MULTIPLE}; use one, or sampler.kind=local"
         )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    for setting in ("top_k", "top_p", "min_p"):
+        value = getattr(evaluation, setting)
+        if value == type(evaluation).model_fields[setting].default:
+            continue
+        if evaluation.temperature == 0:
+            raise ValueError(
+                f"evaluation.{setting}={value}: evaluation.temperature=0 is greedy and does not read it; raise the "
+                "temperature, or leave it out"
+            )
+        if config.sampler.kind == "sglang":
+            raise ValueError(
+                f"evaluation.{setting}={value}: a server under sampler.kind=sglang reports log-probabilities of the "
+                "unfiltered distribution; leave it out, or use sampler.kind=local or sglang_jax"
+            )
 
 
 def _check_batch(config: Config) -> None:

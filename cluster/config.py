@@ -76,6 +76,12 @@ def _http_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _stop_string(text: str) -> str:
+    if not text or "\ufffd" in text:
+        raise ValueError("expected texts that are not empty and hold no U+FFFD, which stands for half a character")
+    return text
+
+
 REDACTED = "***"
 """Stands for a password wherever a configuration is printed or stored."""
 
@@ -118,6 +124,9 @@ class AgentConfig(Section):
     max_tokens_per_turn: Count
     """Most tokens the policy samples in one turn, its end-of-turn token included; a reply cut off here is taken as
     it is, and its end-of-turn token is given to the policy."""
+    stop: tuple[Annotated[str, AfterValidator(_stop_string)], ...] = ()
+    """Texts that end a reply before its end-of-turn token, such as ``</answer>``. The reply is kept up to the token
+    that completes one, and its end-of-turn token is given to the policy."""
 
 
 class EnvironmentConfig(Section):
@@ -155,7 +164,7 @@ class SamplerConfig(Section):
     context_length: Annotated[int, Field(ge=16)]
     """Longest conversation in tokens, prompt and replies together."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits when training samples are drawn; evaluation is greedy."""
+    """Divides the logits when training samples are drawn, which nothing else shapes; ``evaluation`` has its own."""
     on_update: Literal["recompute", "continue", "drain"] = "recompute"
     """What happens to requests in flight when new weights arrive: their cached keys are computed again, or kept, or
     the weights wait until they have ended. ``sglang`` cannot keep keys: it would not know which token came from which
@@ -165,6 +174,10 @@ class SamplerConfig(Section):
     and for a server it is that of the weights alone."""
     tensor: Count = 1
     """Devices that share the heads and the feed-forward channels of every layer; only ``sglang_jax`` reads it."""
+    tokens_in_flight: Count | None = None
+    """Most tokens of the requests that one sampler has taken up, each counted with its prompt and the most it may
+    sample; further requests wait their turn, no longer than ``request_timeout_seconds``. Null takes ``slots`` ×
+    ``context_length``, what the cache holds; a server is given ``slots`` requests and no more."""
     request_timeout_seconds: Seconds = 120.0
     """Longest that one generation may take, in seconds."""
     cpus: Cpus = 0.5
@@ -401,6 +414,24 @@ class PlanConfig(Section):
     """Micro-batches of one optimizer update."""
 
 
+class EvaluationConfig(Section):
+    """How replies are drawn in evaluation; training draws from the whole policy, at ``sampler.temperature``."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Divides the logits; 0 is greedy."""
+    top_k: Count | None = None
+    """Sample only from so many of the likeliest tokens; null samples from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of these, only from the fewest that hold this share of their probability."""
+    min_p: Fraction = 0.0
+    """Of these, only from what is at least this times as likely as the likeliest."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether samplers have to serve filters."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
 class TelemetryConfig(Section):
     """What a person sees of the run."""
 
@@ -441,6 +472,8 @@ class Config(Section):
     """Towards what it is trained."""
     plan: PlanConfig = PlanConfig()
     """What a plan is made for."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How the policy is sampled when it is evaluated."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is shown."""
 

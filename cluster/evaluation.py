@@ -1,4 +1,4 @@
-"""Evaluation: the policy plays the held-out tasks greedily."""
+"""Evaluation: the policy plays the held-out tasks, greedily unless ``evaluation`` says otherwise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 import ray
 
+from actors.episode import Sampling
 from cluster.config import Config
 from cluster.display import Display, open_display
 from cluster.errors import ConfigError
@@ -41,16 +42,18 @@ class EvaluationRun:
     """One evaluation under way on some workers.
 
     Args:
-        config: the seeds are ``task.eval_seed_start`` and the ``task.eval_tasks`` that follow.
+        config: the seeds are ``task.eval_seed_start`` and the ``task.eval_tasks`` that follow; ``evaluation`` says how
+            replies are drawn.
         workers: handles by name; the seeds are dealt to them in turn.
     """
 
     def __init__(self, config: Config, workers: Mapping[str, Any]) -> None:
         start, count = config.task.eval_seed_start, config.task.eval_tasks
         self.total = count
+        sampling = Sampling(**config.evaluation.model_dump())
         self._started = time.monotonic()
         self._pending = [
-            worker.evaluate.remote(list(range(start + position, start + count, len(workers))), 0.0)
+            worker.evaluate.remote(list(range(start + position, start + count, len(workers))), sampling)
             for position, worker in enumerate(workers.values())
         ]
         self._episodes: list[dict[str, Any]] = []
@@ -117,7 +120,7 @@ def _episodes_ended(workers: Mapping[str, Any]) -> int:
 
 
 def evaluate(config: Config) -> int:
-    """``headrace eval``: evaluate the model at ``model.path`` greedily; returns the exit status.
+    """``headrace eval``: evaluate the model at ``model.path``; returns the exit status.
 
     Raises:
         ConfigError: ``model.path`` is not given.

@@ -57,7 +57,7 @@ def _draw_learning(axes: Axes, steps: list[Mapping[str, Any]], evaluations: list
     if evaluations:
         where, value = ([record[name] for record in evaluations] for name in ("step", "success_mean"))
         episodes = evaluations[-1]["episodes"]
-        axes.plot(where, value, "o--", color=EVALUATION, linewidth=1, label=f"evaluation, greedy, {episodes} tasks")
+        axes.plot(where, value, "o--", color=EVALUATION, linewidth=1, label=f"evaluation, {episodes} tasks")
         for step, rate in zip(where, value, strict=True):
             axes.annotate(
                 f"{rate:.0%}", (step, rate), textcoords="offset points", xytext=(0, 9), ha="center",

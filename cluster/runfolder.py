@@ -271,7 +271,7 @@ def _differences(name: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]
     if isinstance(was, dict) and isinstance(now, dict):
         for key in dict.fromkeys((*now, *was)):
             yield from _differences(f"{name}.{key}", was.get(key), now.get(key))
-    elif was != now:
+    elif was != now and not (was is None and now == []):  # an older run lacks a list that came since: it had none
         yield name, was, now
 
 

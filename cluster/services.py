@@ -115,11 +115,12 @@ def start_samplers(config: Config, run: str, model_folder: Path) -> dict[str, An
 def _sampler(config: Config, replica: int) -> tuple[type[Any], dict[str, Any]]:
     """The class of a sampler of ``sampler.kind``, and the arguments that only it takes."""
     settings = config.sampler
+    if settings.kind == "sglang":
+        return SglangClient, {"url": settings.urls[replica]}
+    own = {"tokens_in_flight": settings.tokens_in_flight, "filters": config.evaluation.filters}
     if settings.kind == "local":
-        return LocalSampler, {}
-    if settings.kind == "sglang_jax":
-        return SglangJaxSampler, {"dtype": settings.precision, "tensor": settings.tensor}
-    return SglangClient, {"url": settings.urls[replica]}
+        return LocalSampler, own
+    return SglangJaxSampler, {"dtype": settings.precision, "tensor": settings.tensor, **own}
 
 
 def start_workers(
@@ -150,6 +151,7 @@ def start_workers(
                 max_tokens_per_turn=config.agent.max_tokens_per_turn,
                 context_length=config.sampler.context_length,
                 request_timeout_seconds=config.sampler.request_timeout_seconds,
+                stop=config.agent.stop,
             ),
             temperature=config.sampler.temperature,
             episodes_in_flight=settings.episodes_in_flight,

@@ -7,7 +7,7 @@ import scripted
 from actors.environments import FROZEN_LAKE
 from actors.environments.frozen_lake import demonstrate
 from actors.environments.pool import EnvironmentPool
-from actors.episode import Agent, Place, run_episode
+from actors.episode import Agent, Place, Sampling, run_episode
 from actors.samplers.contract import Generation, RequestError, StopReason
 from buffer.trajectory import NOT_SAMPLED, Status
 
@@ -28,7 +28,7 @@ def play(chat, sampler, *, environment=FROZEN_LAKE, seed=0, step_timeout_seconds
                 environments=pool,
                 sampler=sampler,
                 sampler_name="scripted",
-                temperature=0.7,
+                sampling=Sampling(0.7),
             )
         finally:
             pool.close()
@@ -80,8 +80,9 @@ def test_every_sampled_token_keeps_its_own_log_probability_and_version(chat, cha
 
 def test_every_request_continues_the_stream_exactly_as_it_was_sampled(chat, character_folder):
     sampler = scripted.ScriptedSampler(character_folder, lambda _: "abcdef")  # cut after three tokens
-    trajectory = play(chat, sampler, max_turns=4)
+    trajectory = play(chat, sampler, max_turns=4, stop=("</move>",))
     for tokens, params in sampler.requests:
+        assert not params.filters and params.stop_strings == ("</move>",)
         assert tokens.tolist() == trajectory.tokens[: len(tokens)].tolist()
         assert (params.temperature, params.stop_tokens, params.max_tokens) == (0.7, chat.stop_tokens, 3)
     (first, _), (second, _) = sampler.requests[:2]
@@ -188,7 +189,7 @@ def test_cancellation_passes_through_and_loses_no_environment(chat, character_fo
         scripted.Counting.made = 0
         pool = EnvironmentPool("scripted/Counting-v0", {}, threads=1, step_timeout_seconds=30.0)
         sampler = scripted.ScriptedSampler(character_folder, lambda _: "ok", seconds=60.0)
-        arguments = {"agent": AGENT, "chat": chat, "environments": pool, "temperature": 1.0}
+        arguments = {"agent": AGENT, "chat": chat, "environments": pool, "sampling": Sampling(1.0)}
         episode = asyncio.create_task(run_episode(Place(0, 0, "g", 0), sampler=sampler, sampler_name="s", **arguments))
         while not sampler.running:
             await asyncio.sleep(0.001)

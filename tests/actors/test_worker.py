@@ -11,7 +11,7 @@ import pytest
 import scripted
 
 from actors.environments import FROZEN_LAKE
-from actors.episode import Agent
+from actors.episode import Agent, Sampling
 from actors.samplers.contract import SamplerError
 from actors.worker import RolloutWorker
 from buffer import Buffer, BufferUnavailable, EmbeddedRedis, Limits
@@ -394,10 +394,11 @@ def test_evaluation_needs_no_buffer_and_keeps_the_order_of_the_seeds(character_f
         url = f"redis://127.0.0.1:{unused.getsockname()[1]}/0"
         sampler = scripted.ScriptedSampler(character_folder, scripted.walk, version=4, seconds=0.001)
         worker = make_worker(url, "evaluation", character_folder, {"s": sampler}, episodes_in_flight=5)
-        results = asyncio.run(worker.evaluate(range(500, 540), 0.0))
+        results = asyncio.run(worker.evaluate(range(500, 540), Sampling(0.8, top_k=7, top_p=0.9, min_p=0.1)))
     assert [result["seed"] for result in results] == list(range(500, 540))
     assert sampler.most_running == 5
-    assert {params.temperature for _, params in sampler.requests} == {0.0}
+    asked = {(params.temperature, params.top_k, params.top_p, params.min_p) for _, params in sampler.requests}
+    assert asked == {(0.8, 7, 0.9, 0.1)}
     assert {result["version"] for result in results} == {4}
     for result in results:
         assert result["success"] == (result["reward"] == 1.0)
@@ -428,7 +429,7 @@ def test_evaluation_plays_its_own_environment_and_training_the_other(server, run
         async with running(worker):
             await until(lambda: asyncio.to_thread(lambda: buffer.stats().ready == 20))
         trained = first_prompts()
-        await worker.evaluate(range(60), 0.0)
+        await worker.evaluate(range(60), Sampling(0.0))
         return trained, first_prompts()
 
     trained, evaluated = asyncio.run(scenario())
@@ -437,7 +438,7 @@ def test_evaluation_plays_its_own_environment_and_training_the_other(server, run
 
 def test_evaluation_reports_what_failed(character_folder):
     worker = make_worker("redis://127.0.0.1:1/0", "evaluation", character_folder, {"s": scripted.FailingSampler()})
-    (result,) = asyncio.run(worker.evaluate([3], 0.0))
+    (result,) = asyncio.run(worker.evaluate([3], Sampling(0.0)))
     assert result["status"] == "sampler_error" and not result["trainable"] and not result["success"]
     assert "the engine is gone" in result["error"]
 

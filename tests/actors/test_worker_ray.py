@@ -12,6 +12,7 @@ from test_worker import AGENT, LIMITS
 
 from actors import routing
 from actors.environments import FROZEN_LAKE
+from actors.episode import Sampling
 from actors.routing import RemoteSampler
 from actors.samplers.contract import RequestError, SamplerError, SamplingParams
 from actors.worker import RolloutWorker
@@ -114,7 +115,7 @@ def test_a_worker_actor_feeds_the_learner_and_evaluates(sampler, character_folde
             assert [len(group) for group in lease.groups] == [3, 3]
             assert all(t.sampler == "sampler-0" and t.status == "completed" for group in lease.groups for t in group)
             buffer.ack(lease, version + 1)
-        results = ray.get(worker.evaluate.remote([7, 8, 9], 0.0), timeout=60)
+        results = ray.get(worker.evaluate.remote([7, 8, 9], Sampling(0.0)), timeout=60)
         assert [result["seed"] for result in results] == [7, 8, 9]
         ray.get(worker.drain.remote(5.0), timeout=60)
         ray.get(run, timeout=60)

@@ -121,6 +121,19 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (["agent.stop=['']"], ("agent.stop", "not empty")),
+        (["evaluation.top_p=0.9"], ("evaluation.top_p=0.9", "evaluation.temperature=0 is greedy")),
+        (["sampler.top_p=0.9"], ("sampler.top_p=0.9", "no such key", "evaluation.top_p")),
+        (
+            [
+                "sampler.kind=sglang",
+                "sampler.urls=[http://gpu-0:30000]",
+                "sampler.weights_folder=/w",
+                "evaluation={temperature: 1.0, min_p: 0.1}",
+            ],
+            ("evaluation.min_p=0.1", "unfiltered", "sampler.kind=local or sglang_jax"),
+        ),
+        (["sampler.tokens_in_flight=215"], ("sampler.tokens_in_flight=215", "sampler.context_length=216")),
         (["task.eval_seed_start=1000010"], ("task.eval_seed_start=1000010", "overlap", "1000000..1999999")),
         (["agent.max_tokens_per_turn=216"], ("agent.max_tokens_per_turn=216", "sampler.context_length=216")),
         (["sampler.context_length=400"], ("learner.row_lengths=[144, 216]", "sampler.context_length=400")),

@@ -104,6 +104,17 @@ def test_a_run_may_be_resumed_with_more_steps_time_and_workers(tmp_path):
     RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", *changes)).close()
 
 
+def test_a_run_from_before_there_were_stop_texts_is_resumed_without_them(tmp_path):
+    finished_run(tmp_path, "run.name=mine")
+    (stored,) = tmp_path.rglob("config.yaml")
+    text = stored.read_text()
+    assert "\n  stop: []" in text
+    stored.write_text(text.replace("\n  stop: []", "", 1))
+    RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true")).close()
+    with pytest.raises(RunError, match=r"agent.stop=\['x'\]: .* was started with \[\]"):
+        RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", "agent.stop=[x]"))
+
+
 def test_a_model_in_the_next_copy_of_a_working_directory_is_the_same_model(tmp_path):
     copies = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_"
     finished_run(tmp_path, "run.name=mine", f"model.path={copies}1/models/m")
