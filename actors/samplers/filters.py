@@ -1,7 +1,6 @@
 """Top-k, top-p and min-p on the device: which tokens a row may sample, each row by its own settings.
 
-The order is that of Hugging Face's logits processors and of vLLM: temperature, top-k, top-p of what top-k left,
-min-p. A token that is exactly as likely as the last one kept is kept, too, so that nothing depends on the order
+The order is that of Hugging Face's logits processors: temperature, top-k, top-p of what top-k left, min-p. A token that is exactly as likely as the last one kept is kept, too, so that nothing depends on the order
 of the vocabulary.
 
 Axes: R = rows, V = vocabulary.
@@ -79,7 +78,7 @@ def _highest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
     """For each row the highest int32 for which ``holds``; the lowest of all if it holds for none.
 
     ``holds`` is true up to some number and false above it. Found bit by bit in 32 passes over the row, which takes a
-    twentieth of the time of a sort.
+    twentieth of the time of a sort on a CPU.
     """
     lowest_R = jnp.full(rows, -(2**31), jnp.int32)
     start_R = jnp.where(holds(jnp.zeros(rows, jnp.int32)), 0, lowest_R)

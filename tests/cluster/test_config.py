@@ -128,6 +128,7 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
             [
                 "sampler.kind=sglang",
                 "sampler.urls=[http://gpu-0:30000]",
+                "sampler.transport=folder",
                 "sampler.weights_folder=/w",
                 "evaluation={temperature: 1.0, min_p: 0.1}",
             ],
