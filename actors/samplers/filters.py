@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p on the device: which tokens a row may sample, each row by its own settings.
 
-The order is that of Hugging Face's logits processors: temperature, top-k, top-p of what top-k left, min-p. A token that is exactly as likely as the last one kept is kept, too, so that nothing depends on the order
-of the vocabulary.
+The order is that of Hugging Face's logits processors: temperature, top-k, top-p of what top-k left, min-p. A token
+that is exactly as likely as the last one kept is kept, too, so that nothing depends on the order of the vocabulary.
 
 Axes: R = rows, V = vocabulary.
 """
