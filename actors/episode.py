@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from actors.chat import Chat, ChatError, Message
 from actors.environments.pool import EnvironmentFailure, EnvironmentPool, EnvironmentTimeout, Session
-from actors.samplers.contract import Generation, RequestError, Sampler, SamplerError, SamplingParams, StopReason
+from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason, Tokens
 from buffer.limits import LEAST_WEIGHT, MOST_WEIGHT
 from buffer.trajectory import NOT_SAMPLED, Status, Trajectory
 
@@ -75,14 +75,27 @@ class Place:
     index: int
 
 
+class Replier(Protocol):
+    """Who replies: as much of a sampler as an episode needs.
+
+    Attributes:
+        name: for the record; of the sampler that was asked last if there are several.
+    """
+
+    name: str
+
+    async def generate(self, tokens: Tokens, params: SamplingParams) -> Generation:
+        """As ``Sampler.generate``."""
+        ...
+
+
 async def run_episode(
     place: Place,
     *,
     agent: Agent,
     chat: Chat,
     environments: EnvironmentPool,
-    sampler: Sampler,
-    sampler_name: str,
+    sampler: Replier,
     sampling: Sampling,
     on_sampled: Callable[[int], None] = lambda oldest_version: None,
 ) -> Trajectory:
@@ -95,8 +108,7 @@ async def run_episode(
         agent: how the policy is asked.
         chat: turns messages into tokens.
         environments: where it is played.
-        sampler: who replies.
-        sampler_name: its name, for the record.
+        sampler: who replies; its name at the end goes into the record.
         sampling: how replies are drawn.
         on_sampled: called after each reply with the oldest version that sampled any token so far.
 
@@ -122,11 +134,11 @@ async def run_episode(
         "environment": session.seconds,
         "total": time.monotonic() - started,
     }
-    return record.trajectory(place, status, sampler_name, timings)
+    return record.trajectory(place, status, sampler.name, timings)
 
 
 async def _play(
-    record: _Record, seed: int, agent: Agent, chat: Chat, session: Session, sampler: Sampler, sampling: Sampling
+    record: _Record, seed: int, agent: Agent, chat: Chat, session: Session, sampler: Replier, sampling: Sampling
 ) -> Status:
     messages: list[Message] = []
     if agent.system_prompt is not None:
@@ -192,7 +204,7 @@ class _Record:
             tokens_F, np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, NOT_SAMPLED, np.int32)
         )
 
-    async def sample(self, sampler: Sampler, params: SamplingParams) -> Generation:
+    async def sample(self, sampler: Replier, params: SamplingParams) -> Generation:
         """Let ``sampler`` continue the stream, and append what it sampled."""
         started = time.monotonic()
         try:

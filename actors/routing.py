@@ -1,4 +1,8 @@
-"""Which sampler serves an episode, and how it is called: as an object here or as a Ray actor elsewhere."""
+"""Which sampler serves an episode, and how it is called: as an object here or as a Ray actor elsewhere.
+
+Samplers come and go while episodes are played. An episode whose sampler left asks another one for its next reply, and
+a reply that was lost with its sampler is asked for again: the prompt holds all that the episode has so far.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from actors.samplers.contract import Generation, Sampler, SamplerError, SamplingParams
+from actors.samplers.contract import Generation, Sampler, SamplerError, SamplerLost, SamplingParams
 
 GATHER_SECONDS = 0.002
 """How long requests to one Ray actor are gathered before they are sent together."""
@@ -19,6 +23,12 @@ AVOID_SECONDS = 5.0
 """How long a sampler that failed is chosen only if all others failed too."""
 ANSWER_SECONDS = 20.0
 """How long after a request's own deadline a Ray actor may take to say that it passed."""
+REST_SECONDS = 5.0
+"""How long a sampler that was lost is asked nothing, unless another process takes its place before."""
+OUTAGE_SECONDS = 600.0
+"""How long a reply waits for a sampler to serve: the only one may be started anew, and then compiles."""
+MOST_LOST = 3
+"""Samplers that may be lost over one reply: it may be what ends them."""
 
 
 class RemoteSampler:
@@ -38,7 +48,7 @@ class RemoteSampler:
         self._calls: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> Generation:
-        """As ``Sampler.generate``; whatever Ray reports becomes a ``SamplerError`` of one line.
+        """As ``Sampler.generate``; what Ray reports becomes a ``SamplerError`` of one line, a death ``SamplerLost``.
 
         An actor that is frozen or cut off reports nothing: it has ``ANSWER_SECONDS`` beyond the request's deadline.
         """
@@ -89,7 +99,7 @@ class RemoteSampler:
         except RayTaskError as error:
             failure = SamplerError(f"sampler {self._name} failed: {error.cause!r}")
         except RayError as error:
-            failure = SamplerError(f"sampler {self._name} does not answer ({type(error).__name__})")
+            failure = SamplerLost(f"sampler {self._name} does not answer ({type(error).__name__})")
         finally:
             for request in requests:
                 request.resolve(failure)
@@ -111,8 +121,40 @@ class _Request:
             self.answer.set_result(outcome)
 
 
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A sampler that the router knows, or knew: it stays what it is until its last request has ended."""
+
+    name: str
+    handle: Any
+    sampler: Sampler | RemoteSampler
+    episodes: int = 0
+    requests: int = 0
+    avoided_until: float = 0.0
+    """It failed an episode: others are preferred."""
+    rests_until: float = 0.0
+    """It was lost: nothing is asked of it."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def request(self) -> Iterator[Sampler | RemoteSampler]:
+        """Its sampler, for one request."""
+        self.requests += 1
+        self.idle.clear()
+        try:
+            yield self.sampler
+        finally:
+            self.requests -= 1
+            if not self.requests:
+                self.idle.set()
+
+
 class Router:
-    """Spreads episodes over samplers. An episode stays with one, because that one caches its tokens."""
+    """Spreads episodes over samplers. An episode stays with one, because that one caches its tokens.
+
+    Attributes:
+        asked_again: requests that were lost with their sampler and asked again.
+    """
 
     def __init__(self, samplers: Mapping[str, Any]) -> None:
         """Route to ``samplers``: by name, handles of Ray actors or objects that keep the sampler contract.
@@ -122,24 +164,118 @@ class Router:
         """
         if not samplers:
             raise ValueError("a router got no samplers; expected at least one: set sampler.replicas to 1 or more")
-        self._samplers: dict[str, Any] = {
-            name: RemoteSampler(name, sampler) if hasattr(sampler.generate, "remote") else sampler
-            for name, sampler in samplers.items()
-        }
-        self._episodes = dict.fromkeys(samplers, 0)
-        self._avoided_until = dict.fromkeys(samplers, 0.0)
+        self.asked_again = 0
+        self._members = {name: _member(name, handle) for name, handle in samplers.items()}
+        self._changed = asyncio.Event()
+
+    async def set_samplers(self, samplers: Mapping[str, Any]) -> None:
+        """Route to ``samplers`` from now on: perhaps to none, until the next call.
+
+        A name whose handle is another one is another sampler. Returns when those that left have no request of ours
+        any more; each of these ends by its own deadline.
+        """
+        before, self._members = self._members, {}
+        for name, handle in samplers.items():
+            known = before.get(name)
+            self._members[name] = known if known is not None and known.handle == handle else _member(name, handle)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for member in before.values():
+            if member is not self._members.get(member.name) and member.requests:
+                await member.idle.wait()
 
     @contextmanager
-    def route(self) -> Iterator[tuple[str, Sampler]]:
-        """Name and sampler for one episode: the one with the fewest episodes among those that work."""
-        now = time.monotonic()
-        name = min(self._samplers, key=lambda n: (self._avoided_until[n] > now, self._episodes[n]))
-        self._episodes[name] += 1
+    def route(self) -> Iterator[Route]:
+        """A sampler for one episode."""
+        route = Route(self)
         try:
-            yield name, self._samplers[name]
+            yield route
         finally:
-            self._episodes[name] -= 1
+            route.leave()
 
-    def avoid(self, name: str) -> None:
-        """Note that ``name`` failed, lest its few episodes make it everybody's choice."""
-        self._avoided_until[name] = time.monotonic() + AVOID_SECONDS
+    def choose(self, before: _Member | None) -> _Member | None:
+        """The one of ``before`` if it serves, else the one with the fewest episodes among those that work."""
+        now = time.monotonic()
+        if before is not None and self._members.get(before.name) is before and before.rests_until <= now:
+            return before
+        serving = [member for member in self._members.values() if member.rests_until <= now]
+        return min(serving, key=lambda member: (member.avoided_until > now, member.episodes), default=None)
+
+    async def change(self, seconds: float) -> None:
+        """Wait until it may choose otherwise than now, at most ``seconds``."""
+        rests = [member.rests_until - time.monotonic() for member in self._members.values()]
+        try:
+            async with asyncio.timeout(max(0.0, min([seconds, *rests]))):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+class Route:
+    """The sampler of one episode: keeps the contract by asking one sampler as long as that one serves.
+
+    Attributes:
+        name: of the sampler that was asked last.
+    """
+
+    def __init__(self, router: Router) -> None:
+        """Begin with the sampler that ``router`` chooses, if one serves."""
+        self._router = router
+        self._member: _Member | None = None
+        self.name = ""
+        self._move(router.choose(None))
+
+    async def generate(self, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> Generation:
+        """As ``Sampler.generate``. The time that no sampler serves is not the request's: its deadline stands still.
+
+        Raises:
+            RequestError: the request is malformed or longer than the context.
+            SamplerError: the sampler failed; or the request was lost with several, or until its deadline; or no
+                sampler served for ``OUTAGE_SECONDS``.
+        """
+        lost: set[_Member] = set()
+        seconds, patience = params.deadline_seconds, OUTAGE_SECONDS
+        while True:
+            asked = time.monotonic()
+            member = self._router.choose(self._member)
+            if member is None:
+                if patience <= 0:
+                    raise SamplerError(
+                        f"no sampler serves for {OUTAGE_SECONDS:g} s; expected one to be started anew by then: the "
+                        "run says what ends them"
+                    )
+                await self._router.change(patience)
+                patience -= time.monotonic() - asked
+                continue
+            self._move(member)
+            try:
+                with member.request() as sampler:
+                    return await sampler.generate(tokens, replace(params, deadline_seconds=seconds))
+            except SamplerLost:
+                seconds -= time.monotonic() - asked
+                member.rests_until = time.monotonic() + REST_SECONDS
+                lost.add(member)
+                if seconds <= 0 or len(lost) >= MOST_LOST:
+                    raise
+                self._router.asked_again += 1
+
+    def avoid(self) -> None:
+        """Note that the sampler failed, lest its few episodes make it everybody's choice."""
+        if self._member is not None:
+            self._member.avoided_until = time.monotonic() + AVOID_SECONDS
+
+    def leave(self) -> None:
+        """End the episode."""
+        self._move(None)
+
+    def _move(self, member: _Member | None) -> None:
+        if self._member is not None:
+            self._member.episodes -= 1
+        self._member = member
+        if member is not None:
+            self.name = member.name
+            member.episodes += 1
+
+
+def _member(name: str, handle: Any) -> _Member:
+    return _Member(name, handle, RemoteSampler(name, handle) if hasattr(handle.generate, "remote") else handle)

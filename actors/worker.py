@@ -191,10 +191,18 @@ class RolloutWorker:
             episodes = [tasks.create_task(play(position, int(seed))) for position, seed in enumerate(seeds)]
         return [episode.result() for episode in episodes]
 
+    async def set_samplers(self, samplers: Mapping[str, Any]) -> None:
+        """Ask these samplers from now on; returns when those that left owe this worker nothing any more.
+
+        Args:
+            samplers: by name; perhaps none until the next call, for which episodes wait.
+        """
+        await self._router.set_samplers(samplers)
+
     async def status(self) -> dict[str, Any]:
         """Counters since the start, rates of the last seconds, and what runs now."""
         running = {"name": self._name, "groups": len(self._groups), "draining": self._draining.is_set()}
-        return {**running, **self._tally.snapshot()}
+        return {**running, "asked_again": self._router.asked_again, **self._tally.snapshot()}
 
     async def _reserve(self, buffer: AsyncBuffer) -> Slot | None:
         """The next slot, or None when there is none yet; waits until an episode of it could start."""
@@ -296,21 +304,20 @@ class RolloutWorker:
         self, place: Place, environments: EnvironmentPool, sampling: Sampling, on_sampled: Callable[[int], None]
     ) -> Trajectory:
         """Play an episode once, on the sampler that is least busy."""
-        with self._router.route() as (sampler_name, sampler), self._tally.running_episode():
+        with self._router.route() as route, self._tally.running_episode():
             trajectory = await run_episode(
                 place,
                 agent=self._agent,
                 chat=self._chat,
                 environments=environments,
-                sampler=sampler,
-                sampler_name=sampler_name,
+                sampler=route,
                 sampling=sampling,
                 on_sampled=on_sampled,
             )
+            if trajectory.status is Status.SAMPLER_ERROR:
+                route.avoid()
         self._tally.add(trajectory)
         self._version = max(self._version, int(trajectory.versions.max(initial=0)))
-        if trajectory.status is Status.SAMPLER_ERROR:
-            self._router.avoid(sampler_name)
         return trajectory
 
     async def _patiently[T](self, what: str, call: Callable[[], Awaitable[T]]) -> T:

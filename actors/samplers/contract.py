@@ -102,6 +102,10 @@ class SamplerError(RuntimeError):
     """The sampler could not serve the request; the policy is not at fault."""
 
 
+class SamplerLost(SamplerError):
+    """The sampler serves nobody any more, or cannot be reached: another can be asked the same."""
+
+
 class RequestError(ValueError):
     """The request can never be served: it names the value, the expectation and the remedy."""
 

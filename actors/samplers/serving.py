@@ -28,6 +28,7 @@ from actors.samplers.contract import (
     Outcome,
     RequestError,
     SamplerError,
+    SamplerLost,
     SamplingParams,
     StopReason,
     Tokens,
@@ -97,7 +98,7 @@ class EngineSampler:
         self._inbox: deque[_Errand | _Abort] = deque()
         self._admission: Admission[_Sample] = Admission(tokens_in_flight)
         self._accepted: dict[int, _Sample] = {}
-        self._failure: SamplerError | None = None
+        self._failure: SamplerLost | None = None
         self._closing = False
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name=f"{name}-engine", daemon=True)
@@ -111,7 +112,8 @@ class EngineSampler:
 
         Raises:
             RequestError: the request is malformed or longer than the context.
-            SamplerError: no version is held yet, or the engine failed.
+            SamplerError: no version is held yet.
+            SamplerLost: the engine failed.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = loop.create_future()
@@ -237,11 +239,11 @@ class EngineSampler:
                 _deliver(self._take_in())
                 _deliver([self._end(number, generation) for number, generation in self._engine.step()])
                 self._progress_at = time.monotonic()
-            self._fail(SamplerError(f"sampler {self.name} was closed; send requests to another one"))
+            self._fail(SamplerLost(f"sampler {self.name} was closed; send requests to another one"))
         except Exception as error:
             _log.exception("sampler %s: the engine failed", self.name)
             reason = f"{type(error).__name__}: {error}"
-            self._fail(SamplerError(f"sampler {self.name}: the engine failed ({reason}); restart the sampler"))
+            self._fail(SamplerLost(f"sampler {self.name}: the engine failed ({reason}); restart the sampler"))
 
     def _take_in(self) -> list[tuple[_Errand, Any]]:
         """Hear what is in the inbox, and give the engine what it has room for; returns the answers known at once."""
@@ -301,7 +303,7 @@ class EngineSampler:
         for sample in aborted:
             self._abort(sample)
 
-    def _fail(self, error: SamplerError) -> None:
+    def _fail(self, error: SamplerLost) -> None:
         """Answer everyone with ``error``, now and from now on."""
         with self._lock:
             self._failure = error

@@ -18,6 +18,8 @@ from actors.samplers.contract import Generation, SamplerError, StopReason
 class ScriptedSampler:
     """Keeps the sampler contract, but takes its replies from ``reply(prompt text) -> text``."""
 
+    name = "scripted"
+
     def __init__(self, folder, reply: Callable[[str], str], *, version: int = 0, seconds: float = 0.0) -> None:
         self.chat = Chat(folder)
         self.reply = reply
@@ -44,6 +46,8 @@ class ScriptedSampler:
 
 class FailingSampler:
     """Every request fails."""
+
+    name = "failing"
 
     async def generate(self, tokens, params) -> Generation:
         raise SamplerError("the engine is gone")

@@ -27,7 +27,6 @@ def play(chat, sampler, *, environment=FROZEN_LAKE, seed=0, step_timeout_seconds
                 chat=chat,
                 environments=pool,
                 sampler=sampler,
-                sampler_name="scripted",
                 sampling=Sampling(0.7),
             )
         finally:
@@ -152,11 +151,15 @@ def test_the_status_says_how_the_environment_ended_the_episode(chat, character_f
 
 
 class Rejecting:
+    name = "scripted"
+
     async def generate(self, tokens, params):
         raise RequestError("too long")
 
 
 class GivingUp:
+    name = "scripted"
+
     async def generate(self, tokens, params):
         nothing = np.zeros(0, np.int32)
         return Generation(nothing, nothing.astype(np.float32), nothing, StopReason.ABORTED)
@@ -190,7 +193,7 @@ def test_cancellation_passes_through_and_loses_no_environment(chat, character_fo
         pool = EnvironmentPool("scripted/Counting-v0", {}, threads=1, step_timeout_seconds=30.0)
         sampler = scripted.ScriptedSampler(character_folder, lambda _: "ok", seconds=60.0)
         arguments = {"agent": AGENT, "chat": chat, "environments": pool, "sampling": Sampling(1.0)}
-        episode = asyncio.create_task(run_episode(Place(0, 0, "g", 0), sampler=sampler, sampler_name="s", **arguments))
+        episode = asyncio.create_task(run_episode(Place(0, 0, "g", 0), sampler=sampler, **arguments))
         while not sampler.running:
             await asyncio.sleep(0.001)
         episode.cancel()

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from actors.samplers.contract import RequestError, SamplerError, UpdateError
+from actors.samplers.contract import RequestError, SamplerError, SamplerLost, UpdateError
 
 CONTROL_SECONDS = 60.0
 """Longest that a server may take to pause, to go on or to abort."""
@@ -48,7 +48,8 @@ class SglangServer:
 
         Raises:
             RequestError: the server refuses the request.
-            SamplerError: it does not answer, or not with what was asked for.
+            SamplerLost: it does not answer.
+            SamplerError: it does not answer with what was asked for.
         """
         answer = await self._post(
             "/generate",
@@ -82,7 +83,7 @@ class SglangServer:
 
         Raises:
             UpdateError: the server could not use it.
-            SamplerError: it does not answer within ``seconds``.
+            SamplerLost: it does not answer within ``seconds``.
         """
         asked = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         answer = await self._post("/update_weights_from_disk", asked, seconds=seconds)
@@ -131,7 +132,7 @@ class SglangServer:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if isinstance(error, RequestError):
                 raise
-            raise SamplerError(
+            raise SamplerLost(
                 f"the SGLang server at {self.url} does not answer {path} "
                 f"({type(error).__name__}: {_line(str(error))}); start it again, or take it out of sampler.urls"
             ) from error
