@@ -142,6 +142,25 @@ def plan(
     raise typer.Exit(status)
 
 
+@app.command()
+def scale(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run that trains, such as runs/NAME.", show_default=False)
+    ],
+    samplers: Annotated[int, typer.Option(help="Samplers that it shall have.", show_default=False)],
+) -> None:
+    """Change the number of samplers of a run while it trains; its display says when they serve.
+
+    New ones get the current weights first; those that leave finish what they were asked. A later start of the run has
+    [bold]sampler.replicas[/] again.
+    """
+    with _errors_reported():
+        from cluster.runfolder import request_scale
+
+        request_scale(run, samplers)
+    typer.echo(f"headrace: {run} is asked for {samplers} samplers")
+
+
 buffer_app = typer.Typer(
     name="buffer",
     help="Look into the buffer of a run, and empty it.",

@@ -180,6 +180,13 @@ class SamplerConfig(Section):
     ``context_length``, what the cache holds; a server is given ``slots`` requests and no more."""
     request_timeout_seconds: Seconds = 120.0
     """Longest that one generation may take, in seconds."""
+    stall_seconds: Seconds = 60.0
+    """Longest that a sampler may owe answers without finishing a step, or not say how it is; it is then started anew.
+    The longest step is the prefill of ``context_length`` tokens. Below ``request_timeout_seconds``, what it was asked
+    can still be asked of others."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Times that a sampler that died, failed or stalled is started anew before the run ends; they are counted from
+    zero again once it has served for ten minutes."""
     cpus: Cpus = 0.5
     """CPUs that Ray sets aside for one sampler; it runs on that many threads, at least one."""
 

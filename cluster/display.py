@@ -245,6 +245,8 @@ def describe(snapshot: Snapshot, success: float | None) -> dict[str, str]:
         shown["idle"] = f"{snapshot['learner_idle_fraction']:.0%}"
     if "sampler_tokens_per_second" in snapshot:
         shown["tokens/s"] = f"{snapshot['sampler_tokens_per_second']:,.0f}"
+    if "samplers_serving" in snapshot and "samplers_wanted" in snapshot:
+        shown["samplers"] = f"{snapshot['samplers_serving']}/{snapshot['samplers_wanted']}"
     if "episodes_per_second" in snapshot:
         shown["episodes/s"] = f"{snapshot['episodes_per_second']:.1f}"
     return shown

@@ -17,7 +17,8 @@ from cluster.display import Display, open_display
 from cluster.errors import ConfigError
 from cluster.inputs import check_environment, check_model_folder, check_sampler
 from cluster.publication import Broadcaster, make_transport
-from cluster.services import start_samplers, start_workers
+from cluster.sampler_pool import SamplerPool
+from cluster.services import start_workers
 from cluster.session import Stopped, session
 from cluster.waiting import START_SECONDS, wait_until_up
 from learner.models.weights import read_model, to_hf
@@ -139,7 +140,7 @@ def evaluate(config: Config) -> int:
         work = stack.enter_context(session(config))
         try:
             display.phase("compiling the sampler")
-            samplers = start_samplers(config, "eval", path)
+            samplers = SamplerPool(config, "eval", path, display.note).handles
             wait_until_up(samplers, work.watch)
             transport = stack.enter_context(closing(make_transport(config.sampler, f"eval-{os.getpid()}", path)))
             Broadcaster(transport, samplers, timeout_seconds=START_SECONDS)(0, to_hf(model, params))

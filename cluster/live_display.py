@@ -139,11 +139,13 @@ def _rows(snapshot: Snapshot, success: MovingSuccess) -> list[tuple[Text, Text, 
     mean, oldest = snapshot.get("staleness_mean"), snapshot.get("staleness_max")
     tokens, episodes = snapshot.get("sampler_tokens_per_second"), snapshot.get("episodes_per_second")
     apart, furthest = snapshot.get("agreement_mean"), snapshot.get("agreement_max")
+    serving, wanted = snapshot.get("samplers_serving"), snapshot.get("samplers_wanted")
+    of = "" if serving is None else f", {serving} of {wanted} serve"
     outstanding = [snapshot.get("groups_reserved"), snapshot.get("groups_ready"), snapshot.get("groups_leased")]
     curve = Text(sparkline(success.history, SPARKLINE_WIDTH), style="green")
     return [
         (*_pair("success", rate, "{:.0%}", "bold green"), *_pair("learner idle", idle, "{:.0%}", _idle_style(idle))),
-        (Text(""), curve, *_pair("sampler", tokens, "{:,.0f} tokens/s")),
+        (Text(""), curve, *_pair("samplers", tokens, "{:,.0f} tokens/s" + of, "" if serving == wanted else "yellow")),
         (*_pair("reward", reward, "{:.2f}"), *_pair("episodes", episodes, "{:.1f}/s")),
         (
             *_pair("staleness", mean, "{:.1f} mean" + (f", {oldest} max of {limit}" if oldest is not None else "")),

@@ -12,6 +12,7 @@ from buffer import Buffer, BufferUnavailable, Stats
 from cluster.display import Display
 from cluster.learner_gang import LearnerGang
 from cluster.runfolder import RunFolder
+from cluster.sampler_pool import SamplerPool
 from cluster.telemetry import RayMetrics, Snapshot
 
 ANSWER_SECONDS = 60.0
@@ -23,7 +24,6 @@ class Monitor:
 
     Attributes:
         stats: the buffer, when it last answered.
-        sampler_compilations: compilations of all samplers after their warm-up.
         steps: optimizer steps seen so far.
     """
 
@@ -34,20 +34,20 @@ class Monitor:
         buffer: Buffer,
         *,
         learner: LearnerGang,
-        samplers: Mapping[str, Any],
+        pool: SamplerPool,
         workers: Mapping[str, Any],
         staleness_limit: int,
     ) -> None:
         self._folder, self._display, self._buffer = folder, display, buffer
-        self._learner, self._samplers, self._workers = learner, samplers, workers
+        self._learner, self._pool, self._workers = learner, pool, workers
         self._metrics = RayMetrics(folder.name)
         self._snapshot: Snapshot = {"staleness_limit": staleness_limit}
         self._sampled = (time.monotonic(), 0)
         self._told: dict[tuple[str, str], int] = {}
         self._alarms = 0
         self.stats: Stats | None = None
-        self.sampler_compilations = 0
         self.steps = 0
+        self._version = 0
 
     def look(self) -> None:
         """See how every service is, and show it."""
@@ -55,22 +55,23 @@ class Monitor:
         self._display.update(self._snapshot)
 
     def collect(self) -> None:
-        """See how every service is; record new steps and set the metrics.
+        """See how every service is; record new steps and set the metrics. Of samplers, it is what the pool knows.
 
         Raises:
             RayError: a service failed, or did not answer within ``ANSWER_SECONDS``.
         """
         self.take_steps()
-        samplers, workers = self._ask(self._samplers), self._ask(self._workers)
-        self._take_samplers(samplers)
-        self._take_workers(workers)
+        self._take_workers(self._ask(self._workers))
         self._take_buffer()
+        self._take_samplers()
         self._metrics.set(self._snapshot)
 
     def take_steps(self) -> None:
         """Record what the learner did since the last time."""
         for record in self._learner.poll(ANSWER_SECONDS):
-            self._folder.append_metrics("step", record)
+            self._version = max(self._version, int(record["version"] + record["leases"]))  # published behind the step
+            pool = {"samplers_serving": self._pool.serving, "sampler_version_lag": self._lag}
+            self._folder.append_metrics("step", {**record, **pool})
             self._snapshot.update({name: record[name] for name in Snapshot.__annotations__ if name in record})  # type: ignore[typeddict-item]
             self.steps = int(record["step"])
             if "agreement_alarm" in record:
@@ -86,6 +87,7 @@ class Monitor:
 
     def _take_workers(self, statuses: list[dict[str, Any]]) -> None:
         self._snapshot["episodes_per_second"] = sum(status["episodes_per_second"] for status in statuses)
+        self._snapshot["requests_asked_again"] = sum(status["asked_again"] for status in statuses)
         self._snapshot["episodes_failed"] = sum(sum(status["errors"].values()) for status in statuses)
         for status in statuses:
             for kind, count in status["errors"].items():
@@ -93,13 +95,26 @@ class Monitor:
                     self._told[status["name"], kind] = 10 * count  # a failure that lasts is told ever more rarely
                     self._display.note(f"{status['name']}: {count} × {kind}, last: {status['last_error']}")
 
-    def _take_samplers(self, statuses: list[dict[str, Any]]) -> None:
-        now, tokens = time.monotonic(), sum(status["tokens_sampled"] for status in statuses)
+    def _take_samplers(self) -> None:
+        pool = self._pool
+        now, tokens = time.monotonic(), pool.total("tokens_sampled")
         before, tokens_before = self._sampled
         if now > before:
             self._snapshot["sampler_tokens_per_second"] = (tokens - tokens_before) / (now - before)
         self._sampled = (now, tokens)
-        self.sampler_compilations = sum(status["compilations_after_warmup"] for status in statuses)
+        self._snapshot["samplers_serving"] = pool.serving
+        self._snapshot["samplers_wanted"] = pool.wanted
+        self._snapshot["sampler_restarts"] = pool.restarts
+        lag = self._lag
+        if lag is not None:
+            self._snapshot["sampler_version_lag"] = lag
+
+    @property
+    def _lag(self) -> int | None:
+        """The learner's version less the oldest that a serving sampler held when it last answered, if one did."""
+        oldest = self._pool.oldest_version
+        # A sampler may have taken a version whose step has not been polled yet.
+        return None if oldest is None else max(0, self._version - oldest)
 
     def _take_buffer(self) -> None:
         try:
@@ -108,6 +123,7 @@ class Monitor:
             self._display.note(f"the buffer does not answer: {error}")
             return
         self.stats = stats
+        self._version = max(self._version, stats.version)
         self._snapshot["groups_reserved"] = stats.reserved
         self._snapshot["groups_ready"] = stats.ready
         self._snapshot["groups_leased"] = stats.leased

@@ -27,8 +27,11 @@ from cluster.loading import to_yaml
 
 type Kind = Literal["step", "evaluation", "warm_start"]
 
-_RUN_ID = "run_id"
-_BEFORE_ANY_RESULT = {".lock", "config.yaml", "redis", "new_model", _RUN_ID}
+MOST_SAMPLERS = 1000
+"""Samplers that a run can be asked to have."""
+
+_RUN_ID, _SCALE = "run_id", "scale"
+_BEFORE_ANY_RESULT = {".lock", "config.yaml", "redis", "new_model", _RUN_ID, _SCALE}
 
 
 class RunFolder:
@@ -49,6 +52,7 @@ class RunFolder:
         self.notice = notice
         self._lock = _lock(root)
         self.run_id = self._take_run_id()
+        self.take_scale_request()  # one that an earlier start of the run has left
 
     @classmethod
     def open(cls, config: Config) -> RunFolder:
@@ -140,6 +144,15 @@ class RunFolder:
         data["run"] |= {"name": self.name, "folder": str(self.root.parent), "resume": False}
         _replace(self.config_path, to_yaml(data))
 
+    def take_scale_request(self) -> int | None:
+        """The number of samplers that somebody asked for by :func:`request_scale` since the last call, or None."""
+        path = self.root / _SCALE
+        if not path.is_file():
+            return None
+        text = path.read_text(encoding="utf-8").strip()
+        path.unlink()
+        return int(text) if text.isdecimal() else None
+
     def resume_command(self) -> str:
         """The command that goes on with this run, to be pasted into a shell; a password is left to be filled in."""
         words = ["headrace", "train", str(self.config_path), "run.resume=true"]
@@ -175,6 +188,28 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def request_scale(root: Path, count: int) -> None:
+    """Ask the process that trains the run in ``root`` for ``count`` samplers; it takes that up within seconds.
+
+    Raises:
+        RunError: the run can have no such number of samplers, or is not running.
+    """
+    if not (root / "config.yaml").is_file():
+        raise RunError(f"{root} holds no run; expected the folder of one, such as runs/NAME")
+    if not 1 <= count <= MOST_SAMPLERS:
+        raise RunError(f"--samplers {count}: expected 1 to {MOST_SAMPLERS}; stop the run by Ctrl-C to have none")
+    if yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["sampler"]["kind"] == "sglang":
+        raise RunError(
+            f"--samplers {count}: the run in {root} has the servers of sampler.urls; stop it, and go on with others by "
+            "run.resume=true sampler.urls=[...]"
+        )
+    if not _held(root):
+        raise RunError(
+            f"the run in {root} is not running; go on with it by run.resume=true sampler.replicas={count} instead"
+        )
+    _replace(root / _SCALE, f"{count}\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -291,6 +326,16 @@ def _lock(root: Path) -> int:
     os.truncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
+
+
+def _held(root: Path) -> bool:
+    """Whether a process holds the run folder."""
+    with open(root / ".lock", "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,5 +1,7 @@
 """The services of a run: buffer, samplers and rollout workers, as the configuration asks for them.
 
+``cluster.sampler_pool`` looks after the samplers.
+
 Actors are named ``<run>/<role>``, which is what the Ray dashboard shows.
 """
 
@@ -10,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.episode import Agent
 from actors.samplers.local import LocalSampler
@@ -24,6 +29,9 @@ from cluster.runfolder import RunFolder
 
 WORKER_CALLS = 1000
 """Calls that Ray lets run at once in an asynchronous actor; each is a coroutine, not a thread."""
+
+HEALTH = "health"
+"""Concurrency group of a sampler's ``health``, which waits for nobody."""
 
 STORE_MEMORY_MARGIN = 256 << 20
 """Memory of our own Redis beyond the payloads' bound: control state, buffers of clients, the log's rewrite."""
@@ -87,36 +95,44 @@ def buffer_service(config: Config, folder: RunFolder) -> Iterator[tuple[str, Buf
         yield service
 
 
-def start_samplers(config: Config, run: str, model_folder: Path) -> dict[str, Any]:
-    """Handles of new samplers by name; they compile before they answer."""
-    settings = config.sampler
-    count = len(settings.urls) or settings.replicas
-    handles = {}
-    for replica, name in enumerate(f"sampler-{i}" for i in range(count)):
-        kind, arguments = _sampler(config, replica)
-        actor = ray.remote(kind).options(
-            name=f"{run}/{name}",
-            num_cpus=settings.cpus,
-            max_concurrency=WORKER_CALLS,
-            runtime_env=actor_environment(settings.cpus),
-        )
-        handles[name] = actor.remote(
-            **arguments,
-            model=model_folder,
-            slots=settings.slots,
-            context_length=settings.context_length,
-            on_update=settings.on_update,
-            seed=config.run.seed * count + replica,
-            name=name,
-        )
-    return handles
+def start_sampler(
+    config: Config, run: str, model_folder: Path, index: int, restarts: int, place: PlacementGroup
+) -> Any:
+    """Handle of a new actor for the sampler ``sampler-<index>``; it compiles before it answers.
+
+    Args:
+        config: of the run.
+        run: its name.
+        model_folder: what is sampled from; its weights come with ``update``.
+        index: the sampler's number, counted from 0; under ``sglang`` that of its URL.
+        restarts: how often it was started before: each life draws other seeds.
+        place: where it runs.
+    """
+    settings, name = config.sampler, f"sampler-{index}"
+    kind, arguments = _sampler(config, index)
+    remote: Any = ray.remote  # its types know no concurrency groups
+    actor = remote(max_concurrency=WORKER_CALLS, concurrency_groups={HEALTH: 1})(kind).options(
+        name=f"{run}/{name}",
+        num_cpus=settings.cpus,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(place),
+        runtime_env=actor_environment(settings.cpus),
+    )
+    return actor.remote(
+        **arguments,
+        model=model_folder,
+        slots=settings.slots,
+        context_length=settings.context_length,
+        on_update=settings.on_update,
+        seed=int(np.random.SeedSequence([config.run.seed, index, restarts]).generate_state(1)[0]) >> 1,
+        name=name,
+    )
 
 
-def _sampler(config: Config, replica: int) -> tuple[type[Any], dict[str, Any]]:
+def _sampler(config: Config, index: int) -> tuple[type[Any], dict[str, Any]]:
     """The class of a sampler of ``sampler.kind``, and the arguments that only it takes."""
     settings = config.sampler
     if settings.kind == "sglang":
-        return SglangClient, {"url": settings.urls[replica]}
+        return SglangClient, {"url": settings.urls[index]}
     own = {"tokens_in_flight": settings.tokens_in_flight, "filters": config.evaluation.filters}
     if settings.kind == "local":
         return LocalSampler, own

@@ -15,6 +15,7 @@ def summarise_run(
     sampler_kind: str,
     staleness_limit: int,
     sampler_compilations: int,
+    sampler_restarts: int,
     seconds: float,
 ) -> dict[str, Any]:
     """What ``summary.json`` holds.
@@ -25,6 +26,7 @@ def summarise_run(
         sampler_kind: ``sampler.kind``.
         staleness_limit: ``buffer.max_staleness``.
         sampler_compilations: of all samplers, after their warm-up.
+        sampler_restarts: times that one was started anew since this start.
         seconds: of this start, from the first to the last moment.
 
     Returns:
@@ -41,6 +43,7 @@ def summarise_run(
     after = next((e for e in reversed(evaluations) if e["step"] == last_step > 0), None)
     return {
         "sampler": sampler_kind,
+        "sampler_restarts": sampler_restarts,
         "success_before": before and before["success_mean"],
         "success_after": after and after["success_mean"],
         "episodes_evaluated": after["episodes"] if after else 0,
@@ -77,6 +80,8 @@ def outcome_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "groups": ", ".join(f"{count} {name}" for name, count in groups.items() if count),
         "seconds": f"{summary['seconds']:.0f}",
     }
+    if summary["sampler_restarts"]:
+        rows["samplers started anew"] = str(summary["sampler_restarts"])
     agreement = summary["agreement"]
     if agreement["worst"] is not None:
         rows["sampler and learner differ by"] = f"{agreement['worst']['max']:.1e} nats at most"

@@ -26,7 +26,8 @@ from cluster.monitor import Monitor
 from cluster.plots import plot_learning_curve
 from cluster.policy import prepare_policy
 from cluster.runfolder import RunFolder
-from cluster.services import buffer_service, start_samplers, start_workers
+from cluster.sampler_pool import SamplerPool
+from cluster.services import buffer_service, start_workers
 from cluster.session import Session, Stopped, session
 from cluster.summary import outcome_rows, summarise_run
 from cluster.waiting import START_SECONDS, wait_for, wait_until_up
@@ -103,17 +104,19 @@ class TrainingRun:
         model_folder = prepare_policy(config, folder, self._display, watch)
         self._display.phase("compiling sampler and learner")
         self._learner = LearnerGang(config, folder.name)
-        self._samplers = start_samplers(config, folder.name, model_folder)
-        wait_until_up(self._samplers, watch)
-        self._workers = start_workers(config, folder.name, folder.run_id, model_folder, self._samplers, buffer_url)
+        self._pool = SamplerPool(config, folder.name, model_folder, self._display.note)
+        samplers = self._pool.handles
+        wait_until_up(samplers, watch)
+        self._workers = start_workers(config, folder.name, folder.run_id, model_folder, samplers, buffer_url)
         wait_until_up(self._workers, watch)
         self._steps = self._start_learner(model_folder, buffer_url)
+        self._pool.serve(self._learner, self._workers)
         self._monitor = Monitor(
             folder,
             self._display,
             buffer,
             learner=self._learner,
-            samplers=self._samplers,
+            pool=self._pool,
             workers=self._workers,
             staleness_limit=config.buffer.max_staleness,
         )
@@ -147,6 +150,11 @@ class TrainingRun:
                 f"{name.group(1) if name else 'a service'} died: its process was killed, ran out of memory or crashed; "
                 f"see the logs in {self._work.logs}, and go on with: {self._folder.resume_command()}"
             ) from error
+        except ServiceDied as error:
+            self._rescue(training)
+            raise ServiceDied(
+                f"{error}; see the logs in {self._work.logs}, and go on with: {self._folder.resume_command()}"
+            ) from error
         except (RayError, TimeoutError) as error:
             cause = root_cause(error)
             if isinstance(cause, DisagreementError):
@@ -170,7 +178,7 @@ class TrainingRun:
         if self._config.model.lora is not None:
             self._wait_for_writing(self._learner.write_adapter(self._folder.adapter))
         while self._evaluation is not None and not self._take_evaluation(LOOK_SECONDS):
-            self._work.watch()
+            self._watch()
         self._evaluate("evaluating the trained policy")
         self._services().collect()
 
@@ -190,7 +198,8 @@ class TrainingRun:
             self._monitor.stats,
             sampler_kind=config.sampler.kind,
             staleness_limit=config.buffer.max_staleness,
-            sampler_compilations=self._monitor.sampler_compilations,
+            sampler_compilations=self._pool.total("compilations_after_warmup"),
+            sampler_restarts=self._pool.restarts,
             seconds=seconds,
         )
         folder.write_summary(summary)
@@ -203,11 +212,27 @@ class TrainingRun:
         else:
             self._display.outcome("not finished", rows | {"go on with": folder.resume_command()})
 
+    def _watch(self) -> None:
+        """Look after the samplers, which may fail or be scaled whenever workers play.
+
+        Raises:
+            Stopped: asked to stop.
+            ServiceDied: a sampler failed too often.
+        """
+        self._work.watch()
+        self._tend_samplers()
+
+    def _tend_samplers(self) -> None:
+        count = self._folder.take_scale_request()
+        if count is not None:
+            self._pool.scale(count)
+        self._pool.look()
+
     def _start_learner(self, model_folder: Path, buffer_url: str) -> int:
         self._learner.join(self._work.watch)
         starting = self._learner.start(
             model_folder,
-            self._samplers,
+            self._pool.handles,
             buffer_url=buffer_url,
             run=self._folder.run_id,
             checkpoints=self._folder.checkpoints,
@@ -227,6 +252,7 @@ class TrainingRun:
         while not ray.wait(training, timeout=STOP_LOOK_SECONDS if stop_deadline else 0)[0]:
             if stop_deadline is None:
                 ray.get(ray.wait(playing, timeout=0)[0])  # a worker ends before it is drained only by failing
+                self._tend_samplers()
                 monitor.look()
                 self._evaluate_beside_training(monitor.steps)
                 stop.requested.wait(LOOK_SECONDS)
@@ -262,7 +288,7 @@ class TrainingRun:
             self._display.note(f"{len(late)} calls to end workers were not answered within {STOP_SECONDS:.0f} s")
 
     def _evaluate(self, title: str) -> None:
-        outcome = evaluate_policy(self._config, self._workers, self._display, title, self._work.watch)
+        outcome = evaluate_policy(self._config, self._workers, self._display, title, self._watch)
         self._folder.append_metrics("evaluation", {"step": self._steps, **outcome})
 
     def _evaluate_beside_training(self, step: int) -> None:

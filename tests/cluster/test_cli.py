@@ -42,6 +42,14 @@ def test_bad_input_is_one_line_and_status_2_before_anything_starts(command, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_that_cannot_be_scaled_is_one_line_and_status_2(tmp_path):
+    done = headrace("scale", str(tmp_path / "nowhere"), "--samplers", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"headrace: error: {tmp_path / 'nowhere'} holds no run; expected the folder of one, such as runs/NAME"
+    ]
+
+
 def test_a_missing_file_is_one_line_and_status_2():
     done = headrace("train", "nowhere.yaml")
     assert done.returncode == 2

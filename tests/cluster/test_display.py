@@ -18,6 +18,8 @@ SNAPSHOT: Snapshot = {
     "agreement_max": 3.2e-6,
     "learner_idle_fraction": 0.125,
     "sampler_tokens_per_second": 5234.4,
+    "samplers_serving": 1,
+    "samplers_wanted": 2,
     "episodes_per_second": 21.3,
     "groups_reserved": 12,
     "groups_ready": 14,
@@ -52,7 +54,7 @@ def test_plain_lines_tell_the_phases_and_the_state():
         "warm start 40/40  loss 1.20",
         "training, 3 in all",
         "step 3/3  version 4  success 50%  reward 0.25  staleness 1.2 (max 2)  idle 12%  tokens/s 5,234"
-        "  episodes/s 21.3  ETA –",
+        "  samplers 1/2  episodes/s 21.3  ETA –",
         "quickstart-1",
         "    success  88 %",
     ]
@@ -89,8 +91,9 @@ def rendered(*snapshots: Snapshot) -> str:
 def test_the_live_display_shows_every_measure():
     text = rendered(SNAPSHOT)
     for part in (
-        "starting Redis", "step 3/150", "version 4", "50%", "0.25", "1.2 mean, 2 max of 2", "12%", "5,234 tokens/s",
-        "21.3/s", "12 playing, 14 ready, 16 training", "of 48", "4.1e-07 nats, 3.2e-06 max",
+        "starting Redis", "step 3/150", "version 4", "50%", "0.25", "1.2 mean, 2 max of 2", "12%",
+        "5,234 tokens/s, 1 of 2 serve", "21.3/s", "12 playing, 14 ready, 16 training", "of 48",
+        "4.1e-07 nats, 3.2e-06 max",
     ):  # fmt: skip
         assert part in text
 

@@ -11,7 +11,7 @@ import yaml
 from cluster.config import Config
 from cluster.errors import ConfigError, RunError
 from cluster.loading import load_config
-from cluster.runfolder import RunFolder, read_metrics, runs_folder
+from cluster.runfolder import RunFolder, read_metrics, request_scale, runs_folder
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -241,3 +241,32 @@ def test_a_submitted_job_keeps_its_run_outside_the_temporary_copy(tmp_path, monk
 def test_elsewhere_a_relative_folder_is_relative_to_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert runs_folder(Path("runs")) == (Path(os.getcwd()) / "runs", None)
+
+
+def test_a_run_that_is_up_is_asked_for_samplers_once(tmp_path):
+    with RunFolder.open(config(tmp_path, "run.name=mine")) as run:
+        assert run.take_scale_request() is None
+        request_scale(run.root, 3)
+        request_scale(run.root, 2)
+        assert run.take_scale_request() == 2
+        assert run.take_scale_request() is None
+        run.append_metrics("step", {"step": 1})
+        request_scale(run.root, 5)
+    with RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true")) as run:
+        assert run.take_scale_request() is None, "it was meant for the start before"
+
+
+def test_a_run_that_cannot_be_scaled_is_not_asked(tmp_path):
+    root = finished_run(tmp_path, "run.name=mine")
+    with pytest.raises(RunError, match=r"mine is not running; .* run.resume=true sampler.replicas=2"):
+        request_scale(root, 2)
+    with pytest.raises(RunError, match="nowhere holds no run"):
+        request_scale(tmp_path / "nowhere", 2)
+    servers = ("sampler.kind=sglang", "sampler.urls=[http://a:1]", "sampler.weights_folder=/w")
+    with RunFolder.open(config(tmp_path, "run.name=servers", *servers)) as run:
+        for count in (0, -1, 1001):
+            with pytest.raises(RunError, match=f"--samplers {count}: expected 1 to 1000"):
+                request_scale(run.root, count)
+        with pytest.raises(RunError, match=r"--samplers 2: .*servers has the servers of sampler.urls"):
+            request_scale(run.root, 2)
+        assert run.take_scale_request() is None

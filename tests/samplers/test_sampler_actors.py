@@ -22,7 +22,7 @@ from actors.samplers.local import LocalSampler
 from actors.samplers.sglang.sampler import SglangJaxSampler
 from cluster.loading import load_config
 from cluster.publication import Broadcaster, ObjectStore, make_transport
-from cluster.services import start_samplers
+from cluster.sampler_pool import SamplerPool
 from learner.publisher import BroadcastError
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_the_cluster_starts_a_client_for_every_url(
         "run.seed=3",
     ]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
-    samplers = start_samplers(config, "run", write_checkpoint(tmp_path / "model"))
+    samplers = SamplerPool(config, "run", write_checkpoint(tmp_path / "model"), print).handles
     assert list(samplers) == ["sampler-0"]
     transport = make_transport(config.sampler, "run", tmp_path / "model")
     Broadcaster(transport, samplers, timeout_seconds=60.0)(5, make_weights(5))
