@@ -48,6 +48,7 @@ class Monitor:
         self.stats: Stats | None = None
         self.steps = 0
         self._version = 0
+        self._lag: int | None = None
 
     def look(self) -> None:
         """See how every service is, and show it."""
@@ -60,6 +61,9 @@ class Monitor:
         Raises:
             RayError: a service failed, or did not answer within ``ANSWER_SECONDS``.
         """
+        # The samplers were asked just before the last look at the learner, which may have made many steps since.
+        oldest = self._pool.oldest_version
+        self._lag = None if oldest is None else max(0, self._version - oldest)
         self.take_steps()
         self._take_workers(self._ask(self._workers))
         self._take_buffer()
@@ -105,16 +109,8 @@ class Monitor:
         self._snapshot["samplers_serving"] = pool.serving
         self._snapshot["samplers_wanted"] = pool.wanted
         self._snapshot["sampler_restarts"] = pool.restarts
-        lag = self._lag
-        if lag is not None:
-            self._snapshot["sampler_version_lag"] = lag
-
-    @property
-    def _lag(self) -> int | None:
-        """The learner's version less the oldest that a serving sampler held when it last answered, if one did."""
-        oldest = self._pool.oldest_version
-        # A sampler may have taken a version whose step has not been polled yet.
-        return None if oldest is None else max(0, self._version - oldest)
+        if self._lag is not None:
+            self._snapshot["sampler_version_lag"] = self._lag
 
     def _take_buffer(self) -> None:
         try:

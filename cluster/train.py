@@ -250,9 +250,9 @@ class TrainingRun:
         monitor, stop = self._services(), self._work.stop
         stop_deadline: float | None = None
         while not ray.wait(training, timeout=STOP_LOOK_SECONDS if stop_deadline else 0)[0]:
+            self._tend_samplers()  # while it stops, too: the last publication must not wait for a dead one
             if stop_deadline is None:
                 ray.get(ray.wait(playing, timeout=0)[0])  # a worker ends before it is drained only by failing
-                self._tend_samplers()
                 monitor.look()
                 self._evaluate_beside_training(monitor.steps)
                 stop.requested.wait(LOOK_SECONDS)

@@ -222,6 +222,8 @@ class EngineSampler:
         with self._lock:
             failure = self._failure
             if failure is None:
+                if not (self._inbox or self._accepted):
+                    self._progress_at = time.monotonic()  # it owed nothing until now, and was idle perhaps for long
                 self._inbox.extend(errands)
         if failure is None:
             self._wake.set()
