@@ -15,7 +15,7 @@ from actors.tokenizers import write_character_tokenizer
 from cluster.config import Config, WarmStartConfig
 from cluster.conversations import check_demonstrator, load_conversations
 from cluster.errors import ConfigError
-from cluster.publication import SHARED_MEMORY
+from cluster.sampler_config import SHARED_MEMORY
 from learner.models.config import read_config
 
 

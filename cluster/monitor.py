@@ -73,7 +73,9 @@ class Monitor:
     def take_steps(self) -> None:
         """Record what the learner did since the last time."""
         for record in self._learner.poll(ANSWER_SECONDS):
-            self._version = max(self._version, int(record["version"] + record["leases"]))  # published behind the step
+            self._version = max(
+                self._version, int(record["version"]) + int(record["leases"])
+            )  # published behind the step
             pool = {"samplers_serving": self._pool.serving, "sampler_version_lag": self._lag}
             self._folder.append_metrics("step", {**record, **pool})
             self._snapshot.update({name: record[name] for name in Snapshot.__annotations__ if name in record})  # type: ignore[typeddict-item]

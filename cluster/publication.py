@@ -19,10 +19,8 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from actors.samplers.checkpoints import PublishedCheckpoints
 from actors.samplers.publication import ALIGNMENT, Publication, SegmentParts
-from cluster.config import SamplerConfig
+from cluster.sampler_config import SHARED_MEMORY, SamplerConfig
 from learner.publisher import BroadcastError
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class Transport(Protocol):

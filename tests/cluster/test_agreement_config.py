@@ -10,7 +10,12 @@ from cluster.loading import load_config
 from cluster.summary import outcome_rows, summarise_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-SERVERS = ("sampler.kind=sglang", "sampler.urls=[http://gpu-0:30000]", "sampler.weights_folder=/w")
+SERVERS = (
+    "sampler.kind=sglang",
+    "sampler.urls=[http://gpu-0:30000]",
+    "sampler.transport=folder",
+    "sampler.weights_folder=/w",
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def summary(*records: dict) -> dict:
     )  # fmt: skip
     stats = Stats(4, 1, "", bounds, 0, 0, 0, 0, 0, 0, counters=dict.fromkeys(("reserved", *OUTCOMES), 0))
     return summarise_run(
-        records, stats, sampler_kind="local", staleness_limit=1, sampler_compilations=0, seconds=1.0
+        records, stats, sampler_kind="local", staleness_limit=1, sampler_compilations=0, sampler_restarts=0, seconds=1.0
     )  # fmt: skip
 
 

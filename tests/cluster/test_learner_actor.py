@@ -7,6 +7,7 @@ import pytest
 from cluster import learner_actor
 from cluster.learner_actor import LearnerActor
 from cluster.loading import load_config
+from cluster.publication import Broadcaster, ObjectStore
 from learner.gang import Gang
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -31,5 +32,6 @@ def test_records_are_kept_by_the_process_that_is_polled_alone(monkeypatch, index
     actor = LearnerActor(load_config(QUICKSTART))
     actor.join("nowhere:1", index, 2)
     actor._learner = TwoSteps()
+    actor._broadcaster = Broadcaster(ObjectStore(), {}, timeout_seconds=1.0)
     assert actor.train() == 2
     assert actor.poll() == kept

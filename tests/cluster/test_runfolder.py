@@ -262,7 +262,12 @@ def test_a_run_that_cannot_be_scaled_is_not_asked(tmp_path):
         request_scale(root, 2)
     with pytest.raises(RunError, match="nowhere holds no run"):
         request_scale(tmp_path / "nowhere", 2)
-    servers = ("sampler.kind=sglang", "sampler.urls=[http://a:1]", "sampler.weights_folder=/w")
+    servers = (
+        "sampler.kind=sglang",
+        "sampler.urls=[http://a:1]",
+        "sampler.transport=folder",
+        "sampler.weights_folder=/w",
+    )
     with RunFolder.open(config(tmp_path, "run.name=servers", *servers)) as run:
         for count in (0, -1, 1001):
             with pytest.raises(RunError, match=f"--samplers {count}: expected 1 to 1000"):
