@@ -1,7 +1,7 @@
 """The pool over real samplers in Ray actors, which are killed, stopped, added and taken away.
 
-``Asker`` stands for a worker: it asks through the worker's router. ``Weights`` stands for the learner: it gives a
-sampler the current weights, and remembers for whom a publication would wait.
+``Asker`` stands for a worker: it asks through the worker's router. ``Weights`` stands for the learner: it publishes
+through the learner's broadcaster, and remembers for whom a publication would wait.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cluster import sampler_pool
 from cluster.config import Config
 from cluster.errors import ServiceDied
 from cluster.loading import load_config
+from cluster.publication import Broadcaster, ObjectStore
 from cluster.sampler_pool import SamplerPool
 from cluster.waiting import wait_until_up
 
@@ -63,24 +64,36 @@ class Asker:
         return self.router.asked_again
 
 
+class Publishing(Broadcaster):
+    """The learner's broadcaster, in an actor as the learner is one."""
+
+    def __init__(self) -> None:
+        super().__init__(ObjectStore(), {}, timeout_seconds=60.0)
+
+    def publish(self, version: int) -> None:
+        self(version, make_weights(version))
+
+
 class Weights:
     """Publishes to those that the pool admits."""
 
     def __init__(self) -> None:
         self.version = 0
-        self.stored = ray.put(make_weights(0))
         self.samplers: dict[str, Any] = {}
+        self.actor = ray.remote(num_cpus=0, max_concurrency=8)(Publishing).remote()
+        self.publish(0)
 
     def publish(self, version: int) -> None:
-        self.version, self.stored = version, ray.put(make_weights(version))
-        ray.get([handle.update.remote(version, self.stored) for handle in self.samplers.values()], timeout=60)
+        self.version = version
+        ray.get(self.actor.publish.remote(version), timeout=60)
 
     def admit_sampler(self, name: str, handle: Any) -> Any:
         self.samplers[name] = handle
-        return handle.update.remote(self.version, self.stored)
+        return self.actor.admit.remote(name, handle)
 
     def dismiss_sampler(self, name: str) -> None:
         self.samplers.pop(name, None)
+        self.actor.dismiss.remote(name)
 
 
 class Cluster:
@@ -91,7 +104,7 @@ class Cluster:
         self.pool = SamplerPool(config, f"run-{time.monotonic()}", folder, self.notes.append)
         wait_until_up(self.pool.handles, lambda: None)
         self.weights = Weights()
-        self.weights.samplers = self.pool.handles
+        ray.get([self.weights.admit_sampler(name, handle) for name, handle in self.pool.handles.items()], timeout=60)
         self.weights.publish(1)
         self.asker = ray.remote(num_cpus=0)(Asker).remote(self.pool.handles)
         self.pool.serve(self.weights, {"worker-0": self.asker})  # type: ignore[arg-type]
