@@ -75,9 +75,9 @@ class Admission[T]:
             del self._line[request]
         return late
 
-    def withdraw(self, request: T) -> None:
-        """Take one out of the line, if it is there."""
-        self._line.pop(request, None)
+    def withdraw(self, request: T) -> bool:
+        """Take one out of the line; whether it was there."""
+        return self._line.pop(request, None) is not None
 
     def clear(self) -> list[T]:
         """Take everybody out of the line."""

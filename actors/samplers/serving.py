@@ -253,7 +253,7 @@ class EngineSampler:
         held_up = False
         while self._inbox and not held_up:
             if self._drains and self._busy and isinstance(self._inbox[0], _Swap):
-                self._hear_aborts()
+                answers += self._hear_aborts()
                 held_up = True
                 continue
             match self._inbox.popleft():
@@ -269,7 +269,7 @@ class EngineSampler:
                     except UpdateError as error:
                         answers.append((swap, error))
                 case _Abort(sample):
-                    self._abort(sample)
+                    answers += self._abort(sample)
         answers += [(sample, _nothing_sampled()) for sample in self._admission.late(time.monotonic())]
         if not held_up:  # the swap would have to wait for whoever enters before it
             self._let_in()
@@ -285,25 +285,27 @@ class EngineSampler:
         self._admission.leave(sample.limit)
         return sample, generation
 
-    def _abort(self, sample: _Sample) -> None:
-        if sample.number is None:
-            self._admission.withdraw(sample)
-        else:
+    def _abort(self, sample: _Sample) -> list[tuple[_Errand, Any]]:
+        """End a request; its answer is here if it was in line, and comes from the engine otherwise."""
+        if sample.number is not None:
             self._engine.abort(sample.number)
+            return []
+        return [(sample, _nothing_sampled())] if self._admission.withdraw(sample) else []
 
     @property
     def _busy(self) -> bool:
         return bool(self._engine.running or self._engine.waiting)
 
-    def _hear_aborts(self) -> None:
-        """Take what was aborted out of the inbox and the engine, whatever else has to wait for its turn."""
+    def _hear_aborts(self) -> list[tuple[_Errand, Any]]:
+        """Take what was aborted out of the inbox, the line and the engine, whatever else has to wait for its turn."""
         with self._lock:
             aborted = [errand.sample for errand in self._inbox if isinstance(errand, _Abort)]
+            unheard = [errand for errand in self._inbox if errand in aborted]
             self._inbox = deque(
                 errand for errand in self._inbox if not isinstance(errand, _Abort) and errand not in aborted
             )
-        for sample in aborted:
-            self._abort(sample)
+        answers = [answer for sample in aborted for answer in self._abort(sample)]
+        return answers + [(sample, _nothing_sampled()) for sample in unheard]
 
     def _fail(self, error: SamplerLost) -> None:
         """Answer everyone with ``error``, now and from now on."""
@@ -317,7 +319,7 @@ class EngineSampler:
 
 
 def _nothing_sampled() -> Generation:
-    """The answer to a request whose deadline passed while it stood in line."""
+    """The answer to a request that was aborted, or whose deadline passed, before the engine had it."""
     none = np.empty(0, np.int32)
     return Generation(none, np.empty(0, np.float32), none, StopReason.ABORTED)
 
