@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 
 from cluster.config import Config
+from cluster.sampler_names import sampler_name
 from learner.agreement import EXACT, ROUNDED, AgreementMonitor, Limits
 from learner.step import TrainStep
 
 
-def make_agreement(config: Config, step: TrainStep, samplers: Sequence[str]) -> AgreementMonitor | None:
-    """What compares the ``samplers``, by name, with the learner; None if nothing does."""
+def make_agreement(config: Config, step: TrainStep) -> AgreementMonitor | None:
+    """What compares samplers with the learner; None if nothing does."""
     settings = config.learner.agreement
     if not settings.every_steps:
         return None
@@ -21,7 +20,7 @@ def make_agreement(config: Config, step: TrainStep, samplers: Sequence[str]) -> 
         limits(config, jax.default_backend()),
         every_steps=settings.every_steps,
         max_staleness=config.buffer.max_staleness,
-        samplers=samplers,
+        sampler_name=sampler_name,
         keeps_keys=config.sampler.on_update == "continue",
         on_alarm=settings.on_alarm,
     )

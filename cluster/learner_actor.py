@@ -137,10 +137,10 @@ class LearnerActor:
             step,
             self._first_params(step, value_gradient),
             ladder=self._ladder.part(self._gang.count),
-            recipe=make_recipe(config, tuple(samplers)),
+            recipe=make_recipe(config),
             anchors=make_anchors(config.objective),
             critic=make_critic(config.objective, step.mesh),
-            agreement=make_agreement(config, step, tuple(samplers)),
+            agreement=make_agreement(config, step),
             buffer=Buffer(
                 buffer_url,
                 run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from cluster.config import Config
 from cluster.objective_config import BandConfig, ObjectiveConfig, ValueConfig
+from cluster.sampler_names import sampler_number
 from learner.critic import Critic
 from learner.learner import Anchor
 from learner.models.value_head import ValueGradient
@@ -71,8 +72,8 @@ def make_objective(config: ObjectiveConfig) -> Objective:
     )
 
 
-def make_recipe(config: Config, samplers: Sequence[str] = ()) -> Recipe:
-    """What becomes of leased groups, of ``samplers`` by name."""
+def make_recipe(config: Config) -> Recipe:
+    """What becomes of leased groups."""
     objective = config.objective
     extra = objective.refill_leases or config.buffer.max_staleness
     return Recipe(
@@ -83,7 +84,7 @@ def make_recipe(config: Config, samplers: Sequence[str] = ()) -> Recipe:
         extra_leases=extra if objective.zero_variance == "refill" else 0,
         mask_truncated=objective.overlong.treatment == "mask",
         length_penalty=_length_penalty(config),
-        samplers=tuple(samplers),
+        sampler_number=sampler_number,
     )
 
 

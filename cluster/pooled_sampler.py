@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from cluster.sampler_names import sampler_name
 from cluster.services import HEALTH
 
 COUNTERS = ("tokens_sampled", "compilations_after_warmup")
@@ -51,7 +52,7 @@ class PooledSampler:
 
     def __init__(self, index: int, cpus: float) -> None:
         """Ask Ray for so many CPUs, which stay its own from life to life; nothing runs before :meth:`start`."""
-        self.index, self.name = index, f"sampler-{index}"
+        self.index, self.name = index, sampler_name(index)
         self.state = State.STARTING
         self.handle: Any = None
         self.restarts = self.failures = 0

@@ -26,6 +26,7 @@ from buffer import Buffer, EmbeddedRedis, Limits, Order
 from cluster.config import Config
 from cluster.ray_runtime import actor_environment
 from cluster.runfolder import RunFolder
+from cluster.sampler_names import sampler_name
 
 WORKER_CALLS = 1000
 """Calls that Ray lets run at once in an asynchronous actor; each is a coroutine, not a thread."""
@@ -108,7 +109,7 @@ def start_sampler(
         restarts: how often it was started before: each life draws other seeds.
         place: where it runs.
     """
-    settings, name = config.sampler, f"sampler-{index}"
+    settings, name = config.sampler, sampler_name(index)
     kind, arguments = _sampler(config, index)
     remote: Any = ray.remote  # its types know no concurrency groups
     actor = remote(max_concurrency=WORKER_CALLS, concurrency_groups={HEALTH: 1})(kind).options(

@@ -16,7 +16,7 @@ Axes: R = rows, T = tokens of a row, N = tokens that are compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -143,7 +143,7 @@ class AgreementMonitor:
         *,
         every_steps: int,
         max_staleness: int,
-        samplers: Sequence[str] = (),
+        sampler_name: Callable[[int], str] = "sampler {}".format,
         keeps_keys: bool = False,
         on_alarm: OnAlarm = "warn",
     ) -> None:
@@ -154,12 +154,12 @@ class AgreementMonitor:
             limits: beyond which there is an alarm.
             every_steps: steps from the beginning of one check to that of the next; the first step begins one.
             max_staleness: oldest that a token may be when it is trained on, in versions.
-            samplers: names, in the order of their numbers in ``Rows.samplers``.
+            sampler_name: from a number in ``Rows.samplers`` to what an alarm calls the sampler.
             keeps_keys: whether samplers go on with the keys of older weights when new ones arrive. What they sample
                 then, until the turn ends, is of no version's weights alone and is not compared.
             on_alarm: ``stop`` ends the run.
         """
-        self._step, self._limits, self._every, self._names = step, limits, every_steps, tuple(samplers)
+        self._step, self._limits, self._every, self._name = step, limits, every_steps, sampler_name
         self.stops = on_alarm == "stop"
         self._patience = min(max_staleness, _MOST_VERSIONS)
         self._whole = NamedSharding(step.mesh, WHOLE)
@@ -261,9 +261,6 @@ class AgreementMonitor:
             "Check that they have the same weights, temperature, precision and attention, or raise the limit if it is "
             "rounding"
         )
-
-    def _name(self, number: int) -> str:
-        return self._names[number] if 0 <= number < len(self._names) else "a sampler unknown to the learner"
 
 
 def comparable(rows: Rows, version: jax.Array, *, keeps_keys: bool) -> jax.Array:

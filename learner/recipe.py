@@ -60,7 +60,7 @@ class Recipe:
             because leased groups take up slots until they are acknowledged.
         mask_truncated: leave out trajectories that were cut off; they still count in the baseline of their group.
         length_penalty: from a trajectory's number of tokens to what is subtracted from its reward; None for nothing.
-        samplers: names of the samplers, in the order of their numbers.
+        sampler_number: from the name of a sampler to its number; -1 if that is not known.
     """
 
     credit: Credit
@@ -70,7 +70,7 @@ class Recipe:
     extra_leases: int = 0
     mask_truncated: bool = False
     length_penalty: Callable[[int], float] | None = None
-    samplers: tuple[str, ...] = ()
+    sampler_number: Callable[[str], int] = lambda name: -1
 
     def prepare(self, leases: Sequence[Lease]) -> Prepared:
         """Turn the groups of all ``leases`` into one batch, to be trained by the version of the first."""
@@ -105,7 +105,7 @@ class Recipe:
                         advantages=spread(correction * advantage_K, t.loss_mask),
                         rewards=spread(self._rewards(t), t.loss_mask),
                         is_cut=t.status is Status.TRUNCATED,
-                        sampler=self.samplers.index(t.sampler) if t.sampler in self.samplers else -1,
+                        sampler=self.sampler_number(t.sampler),
                     )
                     for t, advantage_K in kept
                 ]

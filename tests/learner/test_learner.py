@@ -136,13 +136,16 @@ def run(redis, tmp_path, model, params, ladder, make_step, request):
             adapters=None, agreement=None, **recipe,
         ) -> Learner:  # fmt: skip
             credit, step = partial(trajectory_credit, advantage=grpo), step or make_step()
-            monitor = agreement and AgreementMonitor(step, EXACT, max_staleness=2, samplers=SAMPLERS, **agreement)
+            monitor = agreement and AgreementMonitor(
+                step, EXACT, max_staleness=2, sampler_name=SAMPLERS.__getitem__, **agreement
+            )
             return Learner(
                 step,
                 start,
                 ladder=ladder,
                 recipe=Recipe(
-                    **{"credit": credit, "divisor_of": token_mean().divisor_of, "samplers": SAMPLERS} | recipe
+                    **{"credit": credit, "divisor_of": token_mean().divisor_of, "sampler_number": SAMPLERS.index}
+                    | recipe
                 ),
                 anchors=anchors,
                 critic=critic,

@@ -1,0 +1,19 @@
+"""Names of samplers and their numbers: people and records read the name, arrays hold the number.
+
+A name follows from the number alone, so that processes that never spoke of a sampler agree on both.
+"""
+
+from __future__ import annotations
+
+_PREFIX = "sampler-"
+
+
+def sampler_name(number: int) -> str:
+    """Name of the sampler of that number, counted from 0."""
+    return f"{_PREFIX}{number}" if number >= 0 else "a sampler unknown to the learner"
+
+
+def sampler_number(name: str) -> int:
+    """Number of the sampler of that name; -1 if no sampler of the pool has such a name."""
+    digits = name.removeprefix(_PREFIX)
+    return int(digits) if digits != name and digits.isdecimal() else -1
