@@ -292,7 +292,10 @@ def _refuse_another_run(root: Path, config: Config) -> None:
             was, now = was.get(part), now.get(part)  # an older run lacks what came since: it had none
         for name, old, new in _differences(".".join(path), was, now):
             if name not in _FREE and _in_upload(old) != _in_upload(new):
-                raise RunError(f"{name}={new}: the run in {root} was started with {old}; use that, or start a new run")
+                raise RunError(
+                    f"{name}={_as_written(new)}: the run in {root} was started with {_as_written(old)}; use that, or "
+                    "start a new run"
+                )
     context, rows = stored["sampler"]["context_length"], asked["learner"]["row_lengths"]
     if rows[-1] < context:
         raise RunError(
@@ -308,6 +311,11 @@ def _differences(name: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]
             yield from _differences(f"{name}.{key}", was.get(key), now.get(key))
     elif was != now and not (was is None and now == []):  # an older run lacks a list that came since: it had none
         yield name, was, now
+
+
+def _as_written(value: Any) -> str:
+    """A value as one would write it behind ``name=``."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _in_upload(value: Any) -> Any:
