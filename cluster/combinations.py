@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actors.samplers.sglang.release import HEAD_DIM_MULTIPLE
+from cluster.sampler_config import PUBLISH_ATTEMPTS
 
 if TYPE_CHECKING:
     from cluster.config import Config
@@ -71,6 +72,7 @@ SAMPLER_READS = {
     "tokens_in_flight": ("local", "sglang_jax"),
     "precision": ("sglang_jax", "sglang"),
     "tensor": ("sglang_jax",),
+    "resources": ("local", "sglang_jax"),
 }
 """Kinds of sampler that read a setting."""
 
@@ -78,7 +80,10 @@ SAMPLER_READS = {
 def _check_sampler(config: Config) -> None:
     sampler = config.sampler
     for setting, kinds in SAMPLER_READS.items():
-        value, default = getattr(sampler, setting), type(sampler).model_fields[setting].default
+        value, default = (
+            getattr(sampler, setting),
+            type(sampler).model_fields[setting].get_default(call_default_factory=True),
+        )
         if value != default and sampler.kind not in kinds:
             shown = list(value) if isinstance(value, tuple) else value
             raise ValueError(
@@ -95,6 +100,7 @@ def _check_sampler(config: Config) -> None:
             f"sampler.tokens_in_flight={sampler.tokens_in_flight}: one request may hold sampler.context_length="
             f"{sampler.context_length} tokens and would never be taken up; use at least that"
         )
+    _check_patience(config)
     if sampler.kind == "sglang":
         if not sampler.urls:
             raise ValueError("sampler.urls=[]: sampler.kind=sglang needs the servers' addresses; set them")
@@ -116,6 +122,25 @@ def _check_sampler(config: Config) -> None:
         raise ValueError(
             f"model.architecture.head_dim={served.head_dim}: sampler.kind=sglang_jax serves multiples of "
             f"{HEAD_DIM_MULTIPLE}; use one, or sampler.kind=local"
+        )
+
+
+def _check_patience(config: Config) -> None:
+    """A publication must outlast what a sampler may take to acknowledge it, or to be found out."""
+    sampler = config.sampler
+    seconds = PUBLISH_ATTEMPTS * config.learner.publish_timeout_seconds
+    if sampler.stall_seconds > seconds:
+        raise ValueError(
+            f"sampler.stall_seconds={sampler.stall_seconds:g}: learner.publish_timeout_seconds="
+            f"{config.learner.publish_timeout_seconds:g}, {PUBLISH_ATTEMPTS} times, would have ended the run before a "
+            "stalled sampler is started anew; raise that, or lower sampler.stall_seconds"
+        )
+    if sampler.on_update == "drain" and sampler.request_timeout_seconds > seconds:
+        raise ValueError(
+            f"sampler.request_timeout_seconds={sampler.request_timeout_seconds:g}: sampler.on_update=drain lets "
+            "requests end before an update, and learner.publish_timeout_seconds="
+            f"{config.learner.publish_timeout_seconds:g}, {PUBLISH_ATTEMPTS} times, would have ended the run by then; "
+            "raise that, or lower the request's"
         )
 
 

@@ -17,24 +17,13 @@ from cluster.agreement_config import AgreementConfig
 from cluster.combinations import check_combinations
 from cluster.objective_config import ObjectiveConfig
 from cluster.sampler_config import SamplerConfig
-from cluster.section import AbsolutePath, Count, Cpus, Fraction, Seconds, Section
+from cluster.section import AbsolutePath, Count, Cpus, CustomResources, Fraction, Seconds, Section
 
 
 def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
     if list(lengths) != sorted(set(lengths)) or min(lengths) < 1:
         raise ValueError("expected different lengths ≥ 1 in ascending order, such as [128, 256, 384]")
     return lengths
-
-
-def _custom_resources(resources: dict[str, float]) -> dict[str, float]:
-    # What Ray itself refuses, but when Redis and Ray are up and a run folder is there.
-    if "CPU" in resources:
-        raise ValueError("expected resources other than CPU, of which learner.cpus says how many")
-    if "GPU" in resources:
-        raise ValueError("expected TPU or resources of your own: the learner runs on TPUs or CPUs")
-    if resources.get("TPU", 1) not in (1, 2, 4, 8):
-        raise ValueError("expected 1, 2, 4 or 8 TPU chips for each process, as a host has them")
-    return resources
 
 
 def _run_name(name: str) -> str:
@@ -243,9 +232,7 @@ class LearnerConfig(Section):
     processes: Count = 1
     """Processes that train together, each with an equal share of the devices: one for every host of a TPU slice. A
     process without an accelerator simulates its share of devices on the CPU."""
-    resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_custom_resources)] = Field(
-        default_factory=dict
-    )
+    resources: CustomResources = Field(default_factory=dict)
     """What one process asks Ray for besides CPUs, such as ``{TPU: 4}`` for the chips of its host."""
     row_lengths: Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_ascending)]
     """Ladder of row lengths in tokens, ascending; trajectories are packed into rows of these lengths."""

@@ -140,12 +140,18 @@ def evaluate(config: Config) -> int:
         work = stack.enter_context(session(config))
         try:
             display.phase("compiling the sampler")
-            samplers = SamplerPool(config, "eval", path, display.note).handles
+            pool = SamplerPool(config, "eval", path, display.note)
+            samplers = pool.handles
             wait_until_up(samplers, work.watch)
             transport = stack.enter_context(closing(make_transport(config.sampler, f"eval-{os.getpid()}", path)))
             Broadcaster(transport, samplers, timeout_seconds=START_SECONDS)(0, to_hf(model, params))
             workers = start_workers(config, "eval", "eval", path, samplers, buffer_url="")
-            outcome = evaluate_policy(config, workers, display, f"evaluating {path}", work.watch)
+
+            def watch() -> None:
+                work.watch()
+                pool.check()
+
+            outcome = evaluate_policy(config, workers, display, f"evaluating {path}", watch)
         except Stopped:
             return work.stop.exit_status
         display.outcome(

@@ -5,8 +5,10 @@ Nothing here imports JAX or Ray, but to look at adapters.
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 from actors.chat import Chat
 from actors.environments import make
@@ -17,6 +19,9 @@ from cluster.conversations import check_demonstrator, load_conversations
 from cluster.errors import ConfigError
 from cluster.sampler_config import SHARED_MEMORY
 from learner.models.config import read_config
+
+SERVER_SECONDS = 10.0
+"""Longest that a server of ``sampler.urls`` may take to accept a connection."""
 
 
 def check_inputs(config: Config) -> None:
@@ -83,7 +88,7 @@ def check_sampler(config: Config) -> None:
     """Find out whether SGLang-Jax is there and serves the model, if it is to sample; nothing of it is imported.
 
     Raises:
-        ConfigError: weights cannot travel as asked.
+        ConfigError: weights cannot travel as asked, or no server answers.
         ReleaseError: it is missing or another release, or does not serve the model at ``model.path``.
         ModelError: there is no readable model.
     """
@@ -92,12 +97,25 @@ def check_sampler(config: Config) -> None:
             f"sampler.transport=shared_memory: {SHARED_MEMORY} is no folder here; expected the shared memory of Linux: "
             "use object_store"
         )
+    for url in config.sampler.urls:
+        _check_server(url)
     if config.sampler.kind != "sglang_jax":
         return
     check_release()
     if config.model.path is not None:
         model = read_config(config.model.path)
         check_model(model.model_type, model.head_dim)
+
+
+def _check_server(url: str) -> None:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=SERVER_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"sampler.urls={url}: nobody answers there ({error}); start the SGLang server first, or take it out"
+        ) from error
 
 
 def check_warm_start(config: Config, warm_start: WarmStartConfig) -> None:

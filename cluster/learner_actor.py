@@ -28,6 +28,7 @@ from cluster.config import ArchitectureConfig, Config, OptimizerConfig
 from cluster.conversations import Tokenised
 from cluster.objective import make_anchors, make_critic, make_objective, make_recipe, make_value_gradient
 from cluster.publication import Broadcaster, make_transport
+from cluster.sampler_config import PUBLISH_ATTEMPTS
 from learner.checkpoints import Checkpoints
 from learner.gang import Gang, join_gang
 from learner.learner import Learner, Record
@@ -45,7 +46,6 @@ from learner.publisher import Publisher
 from learner.step import TrainStep
 from learner.supervised import supervised_example, train_supervised
 
-PUBLISH_ATTEMPTS = 3
 PUBLISH_BACKOFF_SECONDS = 1.0
 
 CONCURRENT_CALLS = 16
@@ -163,8 +163,11 @@ class LearnerActor:
         learner = self._started()
         learner.run(self._config.learner.steps, self._stop, self._record)
         learner.close()
-        self._broadcaster.close()
         return learner.step
+
+    def close(self) -> None:
+        """Let go of what was published; samplers cannot be admitted any more."""
+        self._broadcaster.close()
 
     def write_model(self, folder: Path) -> None:
         """Write the current policy as a Hugging Face folder, which appears as a whole or not at all."""

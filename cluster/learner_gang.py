@@ -20,6 +20,9 @@ from cluster.ray_runtime import actor_environment, local_ray
 from cluster.waiting import START_SECONDS, wait_for
 from learner.learner import Record
 
+CLOSE_SECONDS = 5.0
+"""Longest that the processes may take to let go of what they hold."""
+
 
 class LearnerGang:
     """Handles of the actors, and the calls that a run makes. A call returns Ray references to what they answer."""
@@ -142,6 +145,11 @@ class LearnerGang:
         """
         records: list[Record] = ray.get(self._actors[0].poll.remote(), timeout=timeout_seconds)
         return records
+
+    def close(self) -> None:
+        """Have them let go of what they hold outside of their processes; who is dead or stuck leaves it."""
+        closing = [actor.close.remote() for actor in self._actors]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
 
     def kill(self) -> None:
         """End the processes at once."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from cluster.sampler_names import sampler_name
 from cluster.services import HEALTH
+from cluster.waiting import answered, reason
 
 COUNTERS = ("tokens_sampled", "compilations_after_warmup")
 """Counters of a sampler's status that are added up over its lives."""
@@ -50,8 +51,8 @@ class PooledSampler:
         proven: whether it ever served.
     """
 
-    def __init__(self, index: int, cpus: float) -> None:
-        """Ask Ray for so many CPUs, which stay its own from life to life; nothing runs before :meth:`start`."""
+    def __init__(self, index: int, resources: Mapping[str, float]) -> None:
+        """Ask Ray for ``resources``, which stay its own from life to life; nothing runs before :meth:`start`."""
         self.index, self.name = index, sampler_name(index)
         self.state = State.STARTING
         self.handle: Any = None
@@ -63,7 +64,7 @@ class PooledSampler:
         self.placed = self.proven = False
         self.due = 0.0
         self.served_since: float | None = None
-        self._place = placement_group([{"CPU": cpus}])
+        self._place = placement_group([dict(resources)])
         self._ended_lives = dict.fromkeys(COUNTERS, 0)
         self._status: dict[str, Any] = {}
         self._status_call: Any = None
@@ -144,7 +145,7 @@ class PooledSampler:
                 if not health["alive"]:
                     return str(self._status.get("failure") or "it serves nobody any more")
                 if health["stalled_seconds"] > stall_seconds:
-                    return f"it finished no step for {health['stalled_seconds']:.0f} s while requests waited"
+                    return f"{health['stalled']}, for {health['stalled_seconds']:.0f} s"
         if self._silent_since is not None and now - self._silent_since > stall_seconds:
             return f"it did not say how it is for {now - self._silent_since:.0f} s"
         if self._health_call is None:
@@ -156,19 +157,3 @@ class PooledSampler:
         """Nothing is known of a life that has not begun."""
         self._status = {}
         self._status_call = self._health_call = self._silent_since = self.served_since = None
-
-
-def answered(call: Any) -> bool:
-    """Whether the answer to a call is there, be it an error."""
-    return bool(ray.wait([call], timeout=0)[0])
-
-
-def reason(error: RayError) -> str:
-    """A failure in one line."""
-    if isinstance(error, RayTaskError):
-        return " ".join(str(error.cause).split()) or type(error.cause).__name__
-    text = str(error)
-    if isinstance(error, ActorDiedError) and "creation task" not in text:
-        return "its process was killed, ran out of memory or crashed"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

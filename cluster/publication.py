@@ -7,6 +7,7 @@ any longer for one that is dismissed.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from actors.samplers.checkpoints import PublishedCheckpoints
 from actors.samplers.publication import ALIGNMENT, Publication, SegmentParts
 from cluster.sampler_config import SHARED_MEMORY, SamplerConfig
+from cluster.waiting import reason
 from learner.publisher import BroadcastError
 
 
@@ -65,7 +67,8 @@ class SharedFolder:
         return self._checkpoints.write(version, weights)
 
     def close(self) -> None:
-        """The newest versions stay: a server may be reading one."""
+        """Remove what was published: who has acknowledged it reads it no more."""
+        self._checkpoints.remove()
 
 
 class SharedMemory:
@@ -111,7 +114,15 @@ class SharedMemory:
                 return path, memory
             path.unlink()
         path = self._prefix.with_name(f"{self._prefix.name}-{next(self._numbers)}")
-        memory = np.memmap(path, np.uint8, mode="w+", shape=(size,)).view(np.ndarray)
+        with path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # a write where there is no room would kill the process
+            except OSError as error:
+                path.unlink()
+                raise OSError(
+                    error.errno, f"{path.parent} has no room for {size} bytes of weights; make room"
+                ) from error
+        memory = np.memmap(path, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
         self._segments.append((path, memory))
         return path, memory
 
@@ -119,7 +130,7 @@ class SharedMemory:
 def make_transport(config: SamplerConfig, run: str, model_folder: Path) -> Transport:
     """The transport that ``sampler.transport`` names, for the run of that name."""
     if config.weights_folder is not None:
-        return SharedFolder(config.weights_folder, model_folder)
+        return SharedFolder(config.weights_folder / run, model_folder)  # versions of other runs are none of ours
     return SharedMemory(run) if config.transport == "shared_memory" else ObjectStore()
 
 
@@ -129,7 +140,7 @@ class _Shipment(NamedTuple):
 
 
 class Broadcaster:
-    """Publishes to every sampler of the pool; see ``learner.publisher.Broadcast``."""
+    """Publishes to every living sampler of the pool; see ``learner.publisher.Broadcast``."""
 
     def __init__(self, transport: Transport, samplers: Mapping[str, Any], *, timeout_seconds: float) -> None:
         """Make a broadcaster.
@@ -145,7 +156,7 @@ class Broadcaster:
         self._shipment: _Shipment | None = None
 
     def __call__(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
-        """Hand ``weights`` to every sampler and wait until all of them serve ``version``; safe to repeat.
+        """Hand ``weights`` to every sampler and wait until all that live serve ``version``; safe to repeat.
 
         Raises:
             BroadcastError: a sampler refused or did not acknowledge in time; the message names it.
@@ -160,8 +171,9 @@ class Broadcaster:
         for name, acknowledgement in sent.items():
             try:
                 self._acknowledged(name, version, acknowledgement)
-            except BroadcastError:
-                if self._has(name, samplers[name]):
+            except BroadcastError as error:
+                # The dead never come back; who takes their place is admitted with the version current then.
+                if self._has(name, samplers[name]) and not isinstance(error.__cause__, ActorDiedError):
                     raise
 
     def admit(self, name: str, sampler: Any) -> int:
@@ -204,7 +216,8 @@ class Broadcaster:
             return int(ray.get(acknowledgement, timeout=0))
         except GetTimeoutError as error:
             raise BroadcastError(
-                f"sampler {name} did not acknowledge version {version} within {self._timeout:g} s"
+                f"sampler {name} did not acknowledge version {version} within {self._timeout:g} s; raise "
+                "learner.publish_timeout_seconds if it needs longer"
             ) from error
         except RayError as error:  # the sampler refused, died, or its node did
-            raise BroadcastError(f"sampler {name} did not take version {version}: {error}") from error
+            raise BroadcastError(f"sampler {name} did not take version {version}: {reason(error)}") from error

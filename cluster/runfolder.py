@@ -146,11 +146,13 @@ class RunFolder:
 
     def take_scale_request(self) -> int | None:
         """The number of samplers that somebody asked for by :func:`request_scale` since the last call, or None."""
-        path = self.root / _SCALE
-        if not path.is_file():
+        taken = self.root / f"{_SCALE}.taken"
+        try:
+            (self.root / _SCALE).rename(taken)  # one that is made from now on is the next call's
+        except FileNotFoundError:
             return None
-        text = path.read_text(encoding="utf-8").strip()
-        path.unlink()
+        text = taken.read_text(encoding="utf-8").strip()
+        taken.unlink()
         return int(text) if text.isdecimal() else None
 
     def resume_command(self) -> str:

@@ -8,10 +8,13 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from cluster.section import AbsolutePath, Count, Cpus, Seconds, Section
+from cluster.section import AbsolutePath, Count, Cpus, CustomResources, Seconds, Section
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where ``transport=shared_memory`` keeps weights."""
+
+PUBLISH_ATTEMPTS = 3
+"""Times that a version is published before the run ends because not all samplers have acknowledged it."""
 
 
 def _http_url(url: str) -> str:
@@ -70,5 +73,7 @@ class SamplerConfig(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """Times that a sampler that died, failed or stalled is started anew before the run ends; they are counted from
     zero again once it has served for ten minutes."""
+    resources: CustomResources = Field(default_factory=dict)
+    """What one sampler asks Ray for besides CPUs, such as ``{TPU: 4}`` for the chips of its host."""
     cpus: Cpus = 0.5
     """CPUs that Ray sets aside for one sampler; it runs on that many threads, at least one."""

@@ -28,9 +28,9 @@ from ray.exceptions import RayError
 from cluster.config import Config
 from cluster.errors import ServiceDied
 from cluster.learner_gang import LearnerGang
-from cluster.pooled_sampler import COUNTERS, PooledSampler, State, answered, reason
+from cluster.pooled_sampler import COUNTERS, PooledSampler, State
 from cluster.services import start_sampler
-from cluster.waiting import START_SECONDS
+from cluster.waiting import START_SECONDS, answered, reason
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Pauses before a sampler is started anew double from the first to the longest with each failure; each is shortened by
@@ -123,6 +123,17 @@ class SamplerPool:
                 case State.RESTARTING:
                     self._restart(member)
 
+    def check(self) -> None:
+        """Look at samplers that are up and that nobody starts anew, because nobody publishes to them again.
+
+        Raises:
+            ServiceDied: one failed.
+        """
+        for member in self._members.values():
+            problem = member.check(self._settings.stall_seconds)
+            if problem is not None:
+                raise ServiceDied(f"{member.name} failed: {problem}")
+
     def scale(self, count: int) -> None:
         """Have ``count`` samplers: start new ones, or let the last finish what they were asked and end.
 
@@ -153,7 +164,7 @@ class SamplerPool:
         return [member for member in self._members.values() if member.state is state]
 
     def _add(self) -> None:
-        member = PooledSampler(self._started, self._settings.cpus)
+        member = PooledSampler(self._started, {"CPU": self._settings.cpus, **self._settings.resources})
         self._started += 1
         self._members[member.name] = member
         self._start(member)
@@ -202,9 +213,13 @@ class SamplerPool:
         elif late:
             member.due = math.inf
             self._note(
-                f"{member.name} waits for {self._settings.cpus:g} free CPUs in the Ray cluster; the run goes on "
-                "meanwhile, and `ray status` says who holds them"
+                f"{member.name} waits for {self._shown_resources()} in the Ray cluster; the run goes on meanwhile, and "
+                "`ray status` says who holds them"
             )
+
+    def _shown_resources(self) -> str:
+        others = "".join(f" and {count:g} {name}" for name, count in self._settings.resources.items())
+        return f"{self._settings.cpus:g} free CPUs{others}"
 
     def _fail(self, member: PooledSampler, problem: str) -> None:
         """Take a sampler out, and prepare its next life or the end of the run."""
@@ -218,10 +233,12 @@ class SamplerPool:
         member.kill()
         if served:
             self._tell_workers()
-        if member.failures > most:
+        if member.failures > most and not (self._settings.urls and self.serving):  # a server may come back at any time
             self._give_up(member)
             return
-        pause = min(FIRST_PAUSE_SECONDS * 2 ** (member.failures - 1), LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** min(member.failures - 1, 10), LONGEST_PAUSE_SECONDS) * random.uniform(
+            0.5, 1.0
+        )
         member.due = now + pause
         self._note(f"{member.name} failed: {problem}; starting it anew in {pause:.1f} s, {member.failures} of {most}")
 
@@ -240,7 +257,7 @@ class SamplerPool:
     def _let_go(self, member: PooledSampler) -> None:
         """One look at a sampler that is draining."""
         owing = not all(map(answered, member.leaving))
-        if owing and time.monotonic() <= member.due:
+        if owing and time.monotonic() <= member.due and member.check(self._settings.stall_seconds) is None:
             return
         self._dismiss(member)
         self._remove(member)

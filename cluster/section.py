@@ -9,6 +9,17 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
+def _custom_resources(resources: dict[str, float]) -> dict[str, float]:
+    # What Ray itself refuses, but when Redis and Ray are up and a run folder is there.
+    if "CPU" in resources:
+        raise ValueError("expected resources other than CPU, of which `cpus` says how many")
+    if "GPU" in resources:
+        raise ValueError("expected TPU or resources of your own: JAX runs on TPUs or CPUs here")
+    if resources.get("TPU", 1) not in (1, 2, 4, 8):
+        raise ValueError("expected 1, 2, 4 or 8 TPU chips for each process, as a host has them")
+    return resources
+
+
 def _absolute(path: Path) -> Path:
     # Actors may run elsewhere, with another working directory.
     return Path(os.path.expanduser(path)).absolute()
@@ -18,6 +29,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a socket refuses to wait for 
 Cpus = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+CustomResources = Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_custom_resources)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 
 

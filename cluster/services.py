@@ -7,6 +7,7 @@ Actors are named ``<run>/<role>``, which is what the Ray dashboard shows.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from buffer import Buffer, EmbeddedRedis, Limits, Order
 from cluster.config import Config
 from cluster.ray_runtime import actor_environment
 from cluster.runfolder import RunFolder
+from cluster.sampler_config import SamplerConfig
 from cluster.sampler_names import sampler_name
 
 WORKER_CALLS = 1000
@@ -115,8 +117,9 @@ def start_sampler(
     actor = remote(max_concurrency=WORKER_CALLS, concurrency_groups={HEALTH: 1})(kind).options(
         name=f"{run}/{name}",
         num_cpus=settings.cpus,
+        resources=settings.resources,
         scheduling_strategy=PlacementGroupSchedulingStrategy(place),
-        runtime_env=actor_environment(settings.cpus),
+        runtime_env=_sampler_environment(settings),
     )
     return actor.remote(
         **arguments,
@@ -127,6 +130,13 @@ def start_sampler(
         seed=int(np.random.SeedSequence([config.run.seed, index, restarts]).generate_state(1)[0]) >> 1,
         name=name,
     )
+
+
+def _sampler_environment(settings: SamplerConfig) -> dict[str, Any]:
+    environment = actor_environment(settings.cpus, devices=settings.tensor)
+    if "TPU" not in settings.resources:  # on a TPU host JAX would take the chips, which are the learner's
+        environment["env_vars"].setdefault("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "cpu"))
+    return environment
 
 
 def _sampler(config: Config, index: int) -> tuple[type[Any], dict[str, Any]]:

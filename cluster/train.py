@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def train(config: Config) -> int:
         work = stack.enter_context(session(config))
         if work.shortage:
             display.note(work.shortage)
-        run = TrainingRun(config, folder, display, work)
+        run = stack.enter_context(closing(TrainingRun(config, folder, display, work)))
         finished = False
         try:
             run.start(buffer, url)
@@ -93,6 +93,7 @@ class TrainingRun:
         self._evaluation: EvaluationRun | None = None
         self._evaluated_step = 0
         self._steps = 0
+        self._closing = ExitStack()
 
     def start(self, buffer: Buffer, buffer_url: str) -> None:
         """Make the policy, start every service, and evaluate what training starts from.
@@ -212,6 +213,10 @@ class TrainingRun:
         else:
             self._display.outcome("not finished", rows | {"go on with": folder.resume_command()})
 
+    def close(self) -> None:
+        """Leave nothing behind of what processes do not take with them."""
+        self._closing.close()
+
     def _watch(self) -> None:
         """Look after the samplers, which may fail or be scaled whenever workers play.
 
@@ -230,6 +235,7 @@ class TrainingRun:
 
     def _start_learner(self, model_folder: Path, buffer_url: str) -> int:
         self._learner.join(self._work.watch)
+        self._closing.callback(self._learner.close)
         starting = self._learner.start(
             model_folder,
             self._pool.handles,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 START_SECONDS = 600.0
 """Longest that an actor may take from its creation to its first answer: a node may have to start for it."""
@@ -48,3 +49,19 @@ def wait_for(calls: Sequence[Any], watch: Callable[[], None], *, seconds: float,
             )
     answers: list[Any] = ray.get(list(calls))
     return answers
+
+
+def answered(call: Any) -> bool:
+    """Whether the answer to a call is there, be it an error."""
+    return bool(ray.wait([call], timeout=0)[0])
+
+
+def reason(error: RayError) -> str:
+    """A failure in one line."""
+    if isinstance(error, RayTaskError):
+        return " ".join(str(error.cause).split()) or type(error.cause).__name__
+    text = str(error)
+    if isinstance(error, ActorDiedError) and "creation task" not in text:
+        return "its process was killed, ran out of memory or crashed"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -26,7 +26,7 @@ class PublishedCheckpoints:
     """The versions that were published under a folder that every sampler, or its server, sees."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        """Publish under ``folder`` what has the shapes of the checkpoint folder ``model``.
+        """Publish under ``folder``, to which nobody else writes, what has the shapes of the checkpoint in ``model``.
 
         Raises:
             SamplerError: ``model`` holds no readable weights.
@@ -58,6 +58,10 @@ class PublishedCheckpoints:
         self._forget_old()
         parts = FolderParts(target, WEIGHTS_FILE, frozenset(publication.manifest.tensors))
         return Publication(publication.manifest, parts)
+
+    def remove(self) -> None:
+        """Remove all versions."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget_old(self) -> None:
         versions: dict[str, list[Path]] = {}

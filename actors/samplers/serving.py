@@ -98,6 +98,8 @@ class EngineSampler:
         self._inbox: deque[_Errand | _Abort] = deque()
         self._admission: Admission[_Sample] = Admission(tokens_in_flight)
         self._accepted: dict[int, _Sample] = {}
+        self._in_hand: _Errand | _Abort | None = None
+        """Taken from the inbox or the line, and not yet answered or with the engine."""
         self._failure: SamplerLost | None = None
         self._closing = False
         self._progress_at = time.monotonic()
@@ -201,6 +203,7 @@ class EngineSampler:
         return {
             "alive": self._failure is None and self._thread.is_alive(),
             "stalled_seconds": time.monotonic() - self._progress_at if owing else 0.0,
+            "stalled": "it finished no step while requests waited",
         }
 
     def close(self, timeout_seconds: float = 10.0) -> None:
@@ -238,7 +241,7 @@ class EngineSampler:
                     self._wake.wait()
                     self._progress_at = time.monotonic()
                 self._wake.clear()
-                _deliver(self._take_in())
+                self._take_in()
                 _deliver([self._end(number, generation) for number, generation in self._engine.step()])
                 self._progress_at = time.monotonic()
             self._fail(SamplerLost(f"sampler {self.name} was closed; send requests to another one"))
@@ -247,16 +250,23 @@ class EngineSampler:
             reason = f"{type(error).__name__}: {error}"
             self._fail(SamplerLost(f"sampler {self.name}: the engine failed ({reason}); restart the sampler"))
 
-    def _take_in(self) -> list[tuple[_Errand, Any]]:
-        """Hear what is in the inbox, and give the engine what it has room for; returns the answers known at once."""
+    def _take_in(self) -> None:
+        """Hear what is in the inbox, give the engine what it has room for, and answer what can be answered at once."""
         answers: list[tuple[_Errand, Any]] = []
+        try:
+            self._hear(answers)
+        finally:
+            _deliver(answers)
+
+    def _hear(self, answers: list[tuple[_Errand, Any]]) -> None:
         held_up = False
         while self._inbox and not held_up:
             if self._drains and self._busy and isinstance(self._inbox[0], _Swap):
                 answers += self._hear_aborts()
                 held_up = True
                 continue
-            match self._inbox.popleft():
+            self._in_hand = self._inbox.popleft()
+            match self._in_hand:
                 case _Sample() as sample:
                     try:
                         sample.limit = self._engine.limit(sample.tokens, sample.params)
@@ -270,15 +280,17 @@ class EngineSampler:
                         answers.append((swap, error))
                 case _Abort(sample):
                     answers += self._abort(sample)
+            self._in_hand = None
         answers += [(sample, _nothing_sampled()) for sample in self._admission.late(time.monotonic())]
         if not held_up:  # the swap would have to wait for whoever enters before it
             self._let_in()
-        return answers
 
     def _let_in(self) -> None:
         for sample in self._admission.enter():
+            self._in_hand = sample
             sample.number = self._engine.submit(sample.tokens, sample.params, asked_at=sample.asked_at)
             self._accepted[sample.number] = sample
+            self._in_hand = None
 
     def _end(self, number: int, generation: Generation) -> tuple[_Sample, Generation]:
         sample = self._accepted.pop(number)
@@ -311,7 +323,7 @@ class EngineSampler:
         """Answer everyone with ``error``, now and from now on."""
         with self._lock:
             self._failure = error
-            left = [errand for errand in self._inbox if isinstance(errand, _Errand)]
+            left = [errand for errand in (self._in_hand, *self._inbox) if isinstance(errand, _Errand)]
             self._inbox.clear()
         left += [*self._admission.clear(), *self._accepted.values()]
         self._accepted.clear()

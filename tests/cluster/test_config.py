@@ -76,7 +76,7 @@ def test_overrides_reach_the_last_word_over_the_file():
         ),
         ("learner.resources={TPU: 0}", ("learner.resources.TPU=0", "expected more than 0")),
         ("learner.resources={TPU: 3}", ("learner.resources=", "expected 1, 2, 4 or 8 TPU chips")),
-        ("learner.resources={CPU: 2}", ("learner.resources=", "other than CPU", "learner.cpus")),
+        ("learner.resources={CPU: 2}", ("learner.resources=", "other than CPU", "`cpus`")),
         ("learner.resources={GPU: 1}", ("learner.resources=", "expected TPU or resources of your own")),
         ("learner.row_lengths=144", ("learner.row_lengths=144", "expected a list")),
         ("learner.row_lengths=[]", ("learner.row_lengths=[]", "at least 1 item")),

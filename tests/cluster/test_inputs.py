@@ -1,4 +1,5 @@
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,15 @@ def test_a_folder_without_adapters_or_with_others_is_found(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(about | {"r": 2}))
     with pytest.raises(ModelError, match=r"model\.lora\.path=.*: its rank is 2, alpha 8 and targets q_proj, "):
         check_inputs(config(base, warm_start, adapters))
+
+
+def test_a_server_that_nobody_hears_from_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        servers = ("sampler.kind=sglang", "sampler.transport=folder", "sampler.weights_folder=/w")
+        check_sampler(config(*servers, f"sampler.urls=[{url}]"))
+    with pytest.raises(ConfigError, match=f"sampler.urls={url}: nobody answers there .*; start the SGLang server"):
+        check_sampler(config(*servers, f"sampler.urls=[{url}]"))
 
 
 def test_looking_at_inputs_needs_neither_jax_nor_ray():

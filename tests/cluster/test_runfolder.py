@@ -77,12 +77,12 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(tmp_path, name):
         ("buffer.group_size=4", "buffer.group_size=4: the run in .*mine was started with 8;"),
         ("sampler.temperature=0.5", "sampler.temperature=0.5: .* was started with 1.0;"),
         ("environment.kwargs.size=5", "environment.kwargs.size=5: .* was started with 4;"),
-        ("environment.kwargs.other=1", "environment.kwargs.other=1: .* was started with None;"),
+        ("environment.kwargs.other=1", "environment.kwargs.other=1: .* was started with null;"),
         ("environment.id=Other-v0", "environment.id=Other-v0: .* was started with headrace/FrozenLakeText-v0;"),
-        ("agent.system_prompt=hi", "agent.system_prompt=hi: .* was started with None;"),
+        ("agent.system_prompt=hi", "agent.system_prompt=hi: .* was started with null;"),
         ("agent.max_turns=3", "agent.max_turns=3: .* was started with 8;"),
-        ("model.lora={rank: 8, alpha: 16}", "model.lora={.*}: .* was started with None;"),
-        ("model.path=/m", "model.path=/m: .* was started with None;"),
+        ("model.lora={rank: 8, alpha: 16}", "model.lora={.*}: .* was started with null;"),
+        ("model.path=/m", "model.path=/m: .* was started with null;"),
     ],
 )
 def test_a_run_is_not_resumed_with_what_its_stored_trajectories_were_not_made_with(tmp_path, override, said):
@@ -111,7 +111,7 @@ def test_a_run_from_before_there_were_stop_texts_is_resumed_without_them(tmp_pat
     assert "\n  stop: []" in text
     stored.write_text(text.replace("\n  stop: []", "", 1))
     RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true")).close()
-    with pytest.raises(RunError, match=r"agent.stop=\['x'\]: .* was started with \[\]"):
+    with pytest.raises(RunError, match=r'agent.stop=\["x"\]: .* was started with \[\]'):
         RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", "agent.stop=[x]"))
 
 
@@ -166,7 +166,7 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path):
     before = (tmp_path / "mine" / "config.yaml").read_text()
     with pytest.raises(RunError, match=r"model.architecture.hidden_size=256: .*was started with 128"):
         RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", "model.architecture.hidden_size=256"))
-    with pytest.raises(RunError, match=r"model.path=/m: .*was started with None"):
+    with pytest.raises(RunError, match=r"model.path=/m: .*was started with null"):
         RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true", "model.path=/m", "model.architecture=null"))
     assert (tmp_path / "mine" / "config.yaml").read_text() == before
 

@@ -36,6 +36,7 @@ class DocumentedServer:
         url: where.
         asked: path and body of every request so far.
         eos: token that ends a reply besides those asked for, as a model's own does; None for none.
+        broken: paths that are answered with status 500.
         reads_text: whether it finds stop strings; a server misses those that a sample writes with many tokens.
     """
 
@@ -43,6 +44,7 @@ class DocumentedServer:
         """Serve what ``sampler`` samples; it is closed with the server."""
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.eos: int | None = None
+        self.broken: set[str] = set()
         self.reads_text = True
         self._sampler = sampler
         self._samples: dict[str, _Sample] = {}
@@ -82,9 +84,12 @@ class DocumentedServer:
     async def _noted(self, handle: Any, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append((request.path, body))
+        if request.path in self.broken:
+            return web.Response(status=500, text="something is broken")
         return await handle(body)
 
     async def _health(self, _: web.Request) -> web.Response:
+        await self._running.wait()  # it tries whether it can generate
         return web.Response()
 
     async def _generate(self, body: dict[str, Any]) -> web.Response:

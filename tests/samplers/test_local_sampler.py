@@ -300,6 +300,24 @@ def test_an_engine_failure_reaches_every_caller_and_status(monkeypatch: pytest.M
     assert not health["alive"]
 
 
+@pytest.mark.parametrize("call", ["submit", "swap"])
+def test_what_the_engine_has_in_hand_when_it_fails_is_answered(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+    sampler = make_local()
+
+    async def use() -> list[Any]:
+        await sampler.update(Publication.of(0, make_weights(0)))
+        monkeypatch.delattr(Engine, call)
+        errands = [
+            sampler.update(Publication.of(1, make_weights(1))),
+            *(sampler.generate([1, 2], SamplingParams(max_tokens=3)) for _ in range(3)),
+        ]
+        return await asyncio.gather(*errands if call == "swap" else errands[1:], return_exceptions=True)
+
+    for failure in asyncio.run(asyncio.wait_for(use(), 60)):
+        assert isinstance(failure, SamplerError) and "restart" in str(failure)
+
+
 def test_closing_fails_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "warm_up", lambda self: None)
     sampler = make_local()

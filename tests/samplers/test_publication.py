@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from sampler_examples import CONFIG, make_weights, write_checkpoint
 
 from actors.samplers.contract import UpdateError
 from actors.samplers.publication import Manifest, Publication, verified
-from cluster.publication import SharedFolder, SharedMemory
+from cluster.publication import SharedFolder, SharedMemory, make_transport
+from cluster.sampler_config import SamplerConfig
 from learner.models.tensors import by_path
 from learner.models.weights import from_hf, seen_as_hf
 
@@ -94,6 +97,35 @@ def test_a_folder_holds_a_checkpoint_that_verifies(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UpdateError, match="version 1 cannot be read here"):
         verified(publication)
+
+
+def test_runs_that_publish_in_the_same_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = write_checkpoint(tmp_path / "model")
+    config = SamplerConfig(transport="folder", weights_folder=tmp_path / "published", context_length=16)
+    finished, begun = (make_transport(config, run, model) for run in ("finished", "begun"))
+    for version in (399, 400):
+        finished.ship(version, make_weights(version))
+    publication = begun.ship(0, make_weights(0))
+    for name, value in verified(publication).items():
+        np.testing.assert_array_equal(value, make_weights(0)[name])
+    finished.close()
+    verified(publication)
+    begun.close()
+    assert list((tmp_path / "published").iterdir()) == []
+
+
+def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)  # a small /dev/shm needs root to be mounted
+    transport = SharedMemory("run", tmp_path)
+    with pytest.raises(OSError, match="has no room for"):
+        transport.ship(0, make_weights(0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parameters_are_served_from_the_memory_they_were_published_in(tmp_path: Path) -> None:

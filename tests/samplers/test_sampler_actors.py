@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,31 @@ def test_an_actor_samples_and_fails_everyone_once_when_its_process_is_killed(
     for failure in failures:
         assert isinstance(failure, Generation | SamplerError)
         assert "\n" not in str(failure)
-    with pytest.raises(BroadcastError, match="sampler-0 did not take version 2"):
-        broadcast(2, make_weights(2))
-    with pytest.raises(BroadcastError, match="sampler-1 did not take version 2"):
+    broadcast(2, make_weights(2))  # the dead are waited for no more
+    with pytest.raises(BroadcastError, match="sampler-1 did not take version 2: its process was killed") as caught:
         broadcast.admit("sampler-1", actor)
-    broadcast.dismiss("sampler-0")
-    broadcast(2, make_weights(2))  # nobody is left to wait for
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sampler_that_dies_during_a_publication_does_not_hold_it_up(local_ray: None, tmp_path: Path) -> None:
+    make: Any = ray.remote(num_cpus=0, max_concurrency=100)(LocalSampler)
+    model = write_checkpoint(tmp_path)
+    arguments = {"model": model, "slots": 2, "context_length": CONTEXT, "on_update": "recompute", "seed": 0}
+    samplers = {name: make.remote(**arguments, name=name) for name in ("dies", "lives")}
+    broadcast = Broadcaster(ObjectStore(), samplers, timeout_seconds=100.0)
+    broadcast(0, make_weights(0))
+    process = ray.get(samplers["dies"].__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(process, signal.SIGSTOP)  # it has the update, and will never acknowledge it
+    publishing = threading.Thread(target=broadcast, args=(1, make_weights(1)), daemon=True)
+    publishing.start()
+    while ray.get(samplers["lives"].status.remote())["version"] != 1:
+        pass
+    assert publishing.is_alive(), "it did not wait for a sampler that may still answer"
+    os.kill(process, signal.SIGKILL)
+    publishing.join(60)
+    assert not publishing.is_alive()
+    broadcast(2, make_weights(2))
+    assert ray.get(samplers["lives"].status.remote())["version"] == 2
 
 
 def test_the_cluster_starts_a_client_for_every_url(

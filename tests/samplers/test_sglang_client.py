@@ -23,8 +23,17 @@ from sampler_examples import (
 )
 from sglang_server import DocumentedServer, ForwardingServer, SglangJaxServer
 
-from actors.samplers.contract import Generation, RequestError, SamplerError, SamplingParams, StopReason, UpdateError
+from actors.samplers.contract import (
+    Generation,
+    RequestError,
+    SamplerError,
+    SamplerLost,
+    SamplingParams,
+    StopReason,
+    UpdateError,
+)
 from actors.samplers.publication import Publication
+from actors.samplers.sglang import client as client_module
 
 
 def test_new_weights_are_told_in_the_documented_words(documented: DocumentedServer, served_sglang: Served) -> None:
@@ -175,11 +184,77 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
         with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 does not answer") as caught:
             asyncio.run(client.update(in_folder(tmp_path)(0, make_weights(0))))
         assert "\n" not in str(caught.value)
-        assert not asyncio.run(client.health())["alive"]
+        first, second = asyncio.run(client.health()), asyncio.run(client.health())
+        assert second["stalled_seconds"] > first["stalled_seconds"] > 0
+        assert "127.0.0.1:9 answered nothing" in second["stalled"]
+
+
+def test_a_server_that_loads_weights_is_not_taken_for_one_that_is_gone(
+    documented: DocumentedServer, served_sglang: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.05)
+    loading, update = asyncio.Event(), documented._sampler.update
+
+    async def slowly(publication: Publication) -> int:
+        loading.set()
+        await asyncio.sleep(0.5)
+        return await update(publication)  # type: ignore[no-any-return]
+
+    async def use() -> tuple[dict[str, Any], Generation]:
+        monkeypatch.setattr(documented._sampler, "update", slowly)
+        publishing = asyncio.ensure_future(served_sglang.publish())
+        while not loading.is_set():
+            await asyncio.sleep(0.001)
+        generation, health = await asyncio.gather(
+            served_sglang.sampler.generate([1], SamplingParams(max_tokens=1)), served_sglang.sampler.health()
+        )
+        await publishing
+        return health, generation
+
+    health, generation = served_sglang.run(use())
+    assert health["alive"] and health["stalled_seconds"] < 0.05
+    assert generation.versions.tolist() == [served_sglang.version], "it did not wait for the update"
+
+
+def test_weights_of_somebody_else_are_noticed_and_replaced(
+    documented: DocumentedServer, served_sglang: Served, tmp_path: Path
+) -> None:
+    async def use() -> tuple[bool, Generation]:
+        with closing(make_sglang(tmp_path, documented.url)) as other:
+            await other.update(in_folder(tmp_path)(9999, make_weights(1)))
+        with pytest.raises(SamplerLost, match=f"weights '9999', expected version {served_sglang.version}"):
+            await served_sglang.sampler.generate([1], SamplingParams(max_tokens=4))
+        alive = (await served_sglang.sampler.health())["alive"]
+        await served_sglang.publish()
+        return alive, await served_sglang.sampler.generate([1, 2, 3], SamplingParams(max_tokens=8))
+
+    alive, generation = served_sglang.run(use())
+    assert not alive and served_sglang.run(served_sglang.sampler.health())["alive"]
+    assert served_sglang.worst_difference(np.array([1, 2, 3]), generation) <= TOLERANCE
+
+
+def test_a_server_that_stayed_paused_is_told_again_to_go_on(
+    documented: DocumentedServer, served_sglang: Served
+) -> None:
+    async def use() -> Generation:
+        version = served_sglang.version + 1
+        served_sglang.version, served_sglang.weights[version] = version, make_weights(version)
+        publication = served_sglang.publication(version, served_sglang.weights[version])
+        documented.broken.add("/continue_generation")
+        try:
+            with pytest.raises(SamplerError, match="continue_generation with status 500"):
+                await served_sglang.sampler.update(publication)
+        finally:
+            documented.broken.clear()
+        assert await served_sglang.sampler.update(publication) == version
+        return await served_sglang.sampler.generate([1, 2, 3], SamplingParams(max_tokens=8))
+
+    generation = served_sglang.run(use())
+    assert served_sglang.worst_difference(np.array([1, 2, 3]), generation) <= TOLERANCE
 
 
 def test_under_drain_the_server_is_waited_for_and_never_interrupted(
-    documented: DocumentedServer, tmp_path: Path
+    documented: DocumentedServer, served_sglang: Served, tmp_path: Path
 ) -> None:
     with closing(make_sglang(tmp_path, documented.url, on_update="drain")) as client:
 
@@ -196,8 +271,10 @@ def test_under_drain_the_server_is_waited_for_and_never_interrupted(
 
         before = len(documented.asked)
         first, later = asyncio.run(asyncio.wait_for(update_in_flight(), 60))
+        asked = documented.asked[before:]
+        served_sglang.run(served_sglang.publish())  # the server is not the drained client's alone
         assert (set(first.versions.tolist()), set(later.versions.tolist())) == ({0}, {1})
-        assert not any(path == "/pause_generation" for path, _ in documented.asked[before:])
+        assert not any(path == "/pause_generation" for path, _ in asked)
 
 
 def test_continue_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from actors.samplers.contract import (
     Outcome,
     RequestError,
     SamplerError,
+    SamplerLost,
     SamplingParams,
     StopReason,
     Tokens,
@@ -94,6 +96,9 @@ class SglangClient:
         self._random = np.random.default_rng(seed)
         self._version: int | None = None
         self._tokens_sampled = self._calls = self._waiting = self._updates = 0
+        self._answered_at = time.monotonic()
+        """When the server last answered anything."""
+        self._failure: str | None = None
         self._asked: dict[str, asyncio.Task[Reply]] = {}
         """Requests that the server has, by name."""
         self._updating = asyncio.Lock()
@@ -144,12 +149,21 @@ class SglangClient:
             "tokens_sampled": self._tokens_sampled,
             "calls": self._calls,
             "compilations_after_warmup": 0,  # nothing is compiled here, and a server does not tell
-            "failure": None,
+            "failure": self._failure,
         }
 
     async def health(self) -> dict[str, Any]:
-        """Whether the server answers."""
-        return {"alive": await self._within(self._server.healthy(HEALTH_SECONDS)), "stalled_seconds": 0.0}
+        """Whether the server serves our weights, and for how long it has answered nothing.
+
+        It may be slow to say that it lives while it has much to do, and says nothing while it loads weights.
+        """
+        if await self._within(self._server.healthy(HEALTH_SECONDS)) or self._updating.locked():
+            self._answered_at = time.monotonic()
+        return {
+            "alive": self._failure is None,
+            "stalled_seconds": time.monotonic() - self._answered_at,
+            "stalled": f"the SGLang server at {self._server.url} answered nothing",
+        }
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """End the requests in flight and the client; the server goes on.
@@ -167,7 +181,7 @@ class SglangClient:
         return await asyncio.wrap_future(future)
 
     async def _generate(self, tokens: Tokens, params: SamplingParams) -> Generation:
-        if self._version is None:
+        if self._version is None and not self._updating.locked():  # a request that comes during an update waits for it
             raise SamplerError("no policy version is held yet; publish weights with update before sampling")
         prompt_P = checked_prompt(tokens, self._vocabulary, self._context_length)
         check_params(params, self._vocabulary, filters=True, reads_text=self._stop_strings is not None)
@@ -206,6 +220,8 @@ class SglangClient:
                 reply = await self._reply(wanted)
             finally:
                 self._waiting += 1
+            self._check_version(reply, version)
+            self._answered_at = time.monotonic()
             wanted.take(reply, version)
             self._calls += 1
             self._tokens_sampled += len(reply.tokens)
@@ -265,21 +281,38 @@ class SglangClient:
                 return self._version
             self._open.clear()
             self._updates += 1
+            served, self._version = self._version, None  # unless the server says what it holds, nobody knows
             try:
                 await self._quiesce()
-                held, self._version = self._version, None  # unless the server says what it holds, nobody knows
+                held, served = served, None
                 try:
                     await self._server.update_weights(parts.folder, version, LOAD_SECONDS)
+                    served = version
                 except UpdateError:  # it went back to what it had
-                    self._version = held
+                    served = held
                     raise
-                self._version = version
             finally:
                 try:
                     await self._server.resume()
+                    self._version = served
+                    self._failure = None
                 finally:
                     self._open.set()
             return version
+
+    def _check_version(self, reply: Reply, version: int) -> None:
+        """Whoever else tells the server to load weights, or starts it anew, changes what it samples from.
+
+        Raises:
+            SamplerLost: it has other weights than those that it took from us.
+        """
+        if reply.weight_version not in (None, str(version)) and len(reply.tokens):
+            self._version = None
+            self._failure = (
+                f"the SGLang server at {self._server.url} samples from weights {reply.weight_version!r}, expected "
+                f"version {version}: it was started anew, or another run uses it"
+            )
+            raise SamplerLost(self._failure)
 
     async def _quiesce(self) -> None:
         """Return when the server has no request of ours: later tokens come from later weights."""

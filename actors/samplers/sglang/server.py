@@ -28,11 +28,13 @@ class Reply:
         tokens: int32[N].
         logprobs: float32[N], of the temperature-scaled distribution.
         finish: ``stop``, ``length`` or ``abort``.
+        weight_version: name of the weights, as it was given to ``update_weights``; None if the server has no names.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     finish: str
+    weight_version: str | None = None
 
 
 class SglangServer:
@@ -156,7 +158,8 @@ class SglangServer:
                 f"the SGLang server at {self.url} gives {len(tokens)} log-probabilities for {count} tokens, or one "
                 "that is not finite; expected one for each"
             )
-        return Reply(tokens, logprobs, finish)
+        version = meta.get("weight_version")
+        return Reply(tokens, logprobs, finish, None if version is None else str(version))
 
 
 _JSON = "application/json"
