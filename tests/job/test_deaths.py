@@ -7,6 +7,8 @@ import subprocess
 import psutil
 import pytest
 from jobs import (
+    QUICKSTART,
+    SMALL,
     assert_groups_add_up,
     command,
     environment,
@@ -18,6 +20,9 @@ from jobs import (
 )
 
 pytestmark = pytest.mark.slow
+
+EVALUATED = [setting for setting in SMALL if not setting.startswith("model.")]
+"""The small run, without the settings of a model to be made."""
 
 
 def process_of(running, folder, service):
@@ -136,6 +141,27 @@ def test_a_run_whose_sampler_fails_too_often_ends_and_says_so(tmp_path):
     assert read_summary(folder)["sampler_restarts"] == 1
     assert_groups_add_up(read_summary(folder)["groups"])
     assert processes_naming(tmp_path) == []
+
+
+def test_an_evaluation_whose_sampler_is_killed_says_so(train, tmp_path):
+    assert train("learner.steps=1", "run.name=trained").returncode == 0
+    overrides = ("model.architecture=null", "model.warm_start=null", "task.eval_tasks=100000")
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        running = subprocess.Popen(
+            command("eval", QUICKSTART, *EVALUATED, f"model.path={tmp_path / 'trained' / 'model'}", *overrides),
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: f"evaluating {tmp_path}" in log.read_text(), running)
+        kill(running, tmp_path, "ray::LocalSampler")
+        assert running.wait(60) == 1, log.read_text()
+    finally:
+        running.kill()
+    assert "Traceback" not in log.read_text()
+    assert "sampler-0 failed: its process was killed" in log.read_text().splitlines()[-1]
 
 
 def test_a_run_is_scaled_while_it_trains_and_no_episode_is_lost(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from safetensors.numpy import load_file
 
 
 def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
-    done = train("learner.steps=4", "run.name=once")
+    done = train("learner.steps=4", "run.name=once", "sampler.transport=shared_memory")
     assert done.returncode == 0, done.stderr + done.stdout
     folder, summary = tmp_path / "once", read_summary(tmp_path / "once")
     assert summary["steps"] == summary["version"] == 4
@@ -26,6 +27,8 @@ def test_a_run_trains_evaluates_and_leaves_nothing_behind(train, tmp_path):
     assert "success before" in done.stdout and "success after" in done.stdout
     assert not done.stderr
     assert processes_naming(tmp_path) == []
+    run_id = (folder / "run_id").read_text().strip()
+    assert not list(Path("/dev/shm").glob(f"headrace-{run_id}-*")), "published weights stay in memory"
 
 
 @pytest.mark.slow
