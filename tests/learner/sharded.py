@@ -152,7 +152,7 @@ def compare(name: str, found, reference) -> None:
     (gradient, summary), metrics, params = reference
     (other_gradient, other_summary), other_metrics, other_params = found
     for what, ours, theirs, tolerance in (
-        ("gradient", other_gradient, gradient, 1e-6),
+        ("gradient", other_gradient, gradient, 5e-6),  # of up to 1: sums of hundreds of products in another order
         ("summary", other_summary, summary, 1e-5),
         ("metrics", other_metrics, metrics, 1e-5),
         ("parameters", other_params, params, 2e-4),  # of 5e-2: Adam enlarges rounding of tiny gradients
