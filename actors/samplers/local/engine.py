@@ -140,23 +140,11 @@ class Engine:
         self._compilations_at_warm_up = self._compilations.count
 
     def limit(self, tokens: Tokens, params: SamplingParams) -> int:
-        """Most tokens that a request may come to hold: its prompt and all that may be sampled behind it.
-
-        Raises:
-            RequestError: it can never be served.
-            SamplerError: no version is held yet.
-        """
+        """As ``Engine.limit``."""
         return most_tokens(self._checked(tokens, params), params, self._context_length)
 
     def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
-        """Queue a request; returns the number under which ``step`` reports it.
-
-        Its deadline counts from ``asked_at`` (seconds of ``time.monotonic``); None: from now.
-
-        Raises:
-            RequestError: the request can never be served.
-            SamplerError: no version is held yet.
-        """
+        """As ``Engine.submit``."""
         request = make_request(
             self._numbers,
             self._checked(tokens, params),

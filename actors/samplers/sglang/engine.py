@@ -119,23 +119,11 @@ class SglangEngine:
         return self._cache_misses
 
     def limit(self, tokens: Tokens, params: SamplingParams) -> int:
-        """Most tokens that a request may come to hold: its prompt and all that may be sampled behind it.
-
-        Raises:
-            RequestError: it can never be served.
-            SamplerError: no version is held yet.
-        """
+        """As ``Engine.limit``."""
         return most_tokens(self._checked(tokens, params), params, self._context_length)
 
     def submit(self, tokens: Tokens, params: SamplingParams, *, asked_at: float | None = None) -> int:
-        """Queue a request; returns the number under which ``step`` reports it.
-
-        Its deadline counts from ``asked_at`` (seconds of ``time.monotonic``); None: from now.
-
-        Raises:
-            RequestError: the request can never be served.
-            SamplerError: no version is held yet.
-        """
+        """As ``Engine.submit``."""
         prompt_P = self._checked(tokens, params)
         number = self._numbers
         self._numbers += 1
