@@ -343,8 +343,8 @@ def test_a_real_server_is_paused_around_an_update(real: tuple[SglangJaxServer, S
 
     async def update_in_flight() -> list[Generation]:
         params = SamplingParams(max_tokens=150)
-        calls = [asyncio.ensure_future(served.sampler.generate([token], params)) for token in range(8)]
-        await asyncio.sleep(0.2)
+        calls = [asyncio.ensure_future(served.sampler.generate([token], params)) for token in range(7)]
+        await served.sampler.generate([7], SamplingParams(max_tokens=20))  # by then the others have tokens, too
         served.version += 1
         served.weights[served.version] = served.weights[0]  # the server in front says so, and changes nothing
         await served.sampler.update(served.publication(served.version, served.weights[0]))
