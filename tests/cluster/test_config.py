@@ -165,6 +165,11 @@ def test_a_mistake_is_named_with_what_was_expected(override, parts):
         (["sampler.kind=sglang"], ("sampler.urls=[]", "sampler.kind=sglang needs", "set them")),
         (["sampler.transport=folder"], ("sampler.weights_folder=null", "sampler.transport=folder needs one")),
         (["sampler.weights_folder=/w"], ("sampler.weights_folder=/w", "object_store does not use one")),
+        (["sampler.stall_seconds=500"], ("sampler.stall_seconds=500", "learner.publish_timeout_seconds=60, 3 times")),
+        (
+            ["sampler.on_update=drain", "sampler.request_timeout_seconds=300"],
+            ("sampler.request_timeout_seconds=300", "on_update=drain", "learner.publish_timeout_seconds=60, 3 times"),
+        ),
         (
             ["sampler.kind=sglang", "sampler.urls=[http://a:1]"],
             ("sampler.transport=object_store", "use sampler.transport=folder"),
