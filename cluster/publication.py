@@ -88,14 +88,13 @@ class SharedMemory:
 
     def ship(self, version: int, weights: Mapping[str, np.ndarray]) -> Any:
         """As ``Transport.ship``."""
-        publication = Publication.of(version, weights)
         spans, end = {}, 0
-        for name, part in publication.parts.items():
-            spans[name] = slice(end, end + part.nbytes)
-            end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        for name, value in weights.items():
+            spans[name] = slice(end, end + value.nbytes)
+            end += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
         path, memory = self._segment(end)
-        for name, part in publication.parts.items():
-            memory[spans[name]] = part
+        publication = Publication.of(version, weights, {name: memory[span] for name, span in spans.items()})
+        self._segments.append(self._segments.pop(0))  # what fails before here is still the next one's turn
         return Publication(publication.manifest, SegmentParts(path, spans))
 
     def close(self) -> None:
@@ -106,13 +105,13 @@ class SharedMemory:
         self._segments.clear()
 
     def _segment(self, size: int) -> tuple[Path, np.ndarray]:
-        """The segment before the last one, if it is as large; nobody reads it any more."""
+        """The first of the segments, the one before the last shipped if it is as large: nobody reads it any more."""
         if len(self._segments) == 2:
-            path, memory = self._segments.pop(0)
+            path, memory = self._segments[0]
             if memory.nbytes == size:
-                self._segments.append((path, memory))
                 return path, memory
             path.unlink()
+            del self._segments[0]
         path = self._prefix.with_name(f"{self._prefix.name}-{next(self._numbers)}")
         with path.open("wb") as file:
             try:
@@ -123,7 +122,7 @@ class SharedMemory:
                     error.errno, f"{path.parent} has no room for {size} bytes of weights; make room"
                 ) from error
         memory = np.memmap(path, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
-        self._segments.append((path, memory))
+        self._segments.insert(0, (path, memory))
         return path, memory
 
 

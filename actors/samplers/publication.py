@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -82,8 +82,15 @@ class Publication:
     parts: Mapping[str, np.ndarray]
 
     @classmethod
-    def of(cls, version: int, weights: Mapping[str, np.ndarray]) -> Publication:
+    def of(
+        cls, version: int, weights: Mapping[str, np.ndarray], into: Mapping[str, np.ndarray] | None = None
+    ) -> Publication:
         """Publish arrays under their Hugging Face names; they are not copied if they lie together, in either order.
+
+        Args:
+            version: the policy version.
+            weights: tensors by name.
+            into: uint8[N] for each tensor, where its bytes are copied to on the way: those are then the parts.
 
         Raises:
             UpdateError: a value is not finite.
@@ -94,9 +101,9 @@ class Publication:
             parts[name] = np.asarray(value, order=order).reshape(-1, order=order).view(np.uint8)
             entries[name] = (value.shape, value.dtype.name, order)
         with ThreadPoolExecutor(_THREADS) as threads:  # NumPy and XXH3 let go of Python's lock
-            digests = threads.map(partial(_checked_digest, weights), parts, parts.values())
+            digests = threads.map(partial(_checked_digest, weights, into), parts, parts.values())
             tensors = {name: Entry(*entries[name], digest) for name, digest in zip(parts, digests, strict=True)}
-        return cls(Manifest(version, tensors), parts)
+        return cls(Manifest(version, tensors), parts if into is None else into)
 
 
 def verified(publication: Publication) -> dict[str, np.ndarray]:
@@ -147,7 +154,8 @@ class SegmentParts(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         if self._memory is None:
-            self._memory = np.memmap(self._path, np.uint8, mode="r").view(np.ndarray)
+            file = self._path.stat()
+            self._memory = _mapped(self._path, file.st_ino, file.st_size)
         return self._memory[self._spans[name]]
 
     def __iter__(self) -> Iterator[str]:
@@ -155,6 +163,11 @@ class SegmentParts(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._spans)
+
+
+@lru_cache(maxsize=2)  # segments take turns, and a new mapping has the kernel look up every page again
+def _mapped(path: Path, inode: int, size: int) -> np.ndarray:
+    return np.memmap(path, np.uint8, mode="r", shape=(size,)).view(np.ndarray)
 
 
 class FolderParts(Mapping[str, np.ndarray]):
@@ -182,12 +195,16 @@ class FolderParts(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-def _checked_digest(weights: Mapping[str, np.ndarray], name: str, part: np.ndarray) -> int:
-    """XXH3 of a part whose values are finite, in pieces that stay in a core's cache for both."""
+def _checked_digest(
+    weights: Mapping[str, np.ndarray], into: Mapping[str, np.ndarray] | None, name: str, part: np.ndarray
+) -> int:
+    """XXH3 of a part whose values are finite, and its copy, in pieces that stay in a core's cache for all three."""
     digest, dtype = xxh3_64(), weights[name].dtype
     for start in range(0, len(part), _CHUNK):
         chunk = part[start : start + _CHUNK]
         digest.update(chunk.data)
+        if into is not None:
+            into[name][start : start + _CHUNK] = chunk
         if jnp.issubdtype(dtype, jnp.floating) and not _is_finite(chunk.view(dtype)):
             raise UpdateError(f"tensor {name} holds values that are not finite; expected finite weights")
     return digest.intdigest()

@@ -86,6 +86,17 @@ def test_shared_memory_takes_turns_and_is_let_go_of(tmp_path: Path) -> None:
         verified(late)
 
 
+def test_weights_that_are_refused_leave_those_being_served_alone(tmp_path: Path) -> None:
+    transport = SharedMemory("run", tmp_path)
+    broken = {**make_weights(2), "model.norm.weight": np.full(CONFIG.hidden_size, np.nan, np.float32)}
+    for version in range(3):
+        served = pickle.loads(pickle.dumps(transport.ship(version, make_weights(version))))
+        for _ in range(2):
+            with pytest.raises(UpdateError, match="not finite"):
+                transport.ship(version + 1, broken)
+            verified(served)
+
+
 def test_a_folder_holds_a_checkpoint_that_verifies(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     transport = SharedFolder(tmp_path / "published", write_checkpoint(tmp_path / "model"))
