@@ -76,13 +76,12 @@ class Place:
 
 
 class Replier(Protocol):
-    """Who replies: as much of a sampler as an episode needs.
+    """Who replies: as much of a sampler as an episode needs."""
 
-    Attributes:
-        name: for the record; of the sampler that was asked last if there are several.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """For the record; of all that replied if there are several."""
+        ...
 
     async def generate(self, tokens: Tokens, params: SamplingParams) -> Generation:
         """As ``Sampler.generate``."""

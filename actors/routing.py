@@ -212,18 +212,20 @@ class Router:
 
 
 class Route:
-    """The sampler of one episode: keeps the contract by asking one sampler as long as that one serves.
-
-    Attributes:
-        name: of the sampler that was asked last.
-    """
+    """The sampler of one episode: keeps the contract by asking one sampler as long as that one serves."""
 
     def __init__(self, router: Router) -> None:
         """Begin with the sampler that ``router`` chooses, if one serves."""
         self._router = router
         self._member: _Member | None = None
-        self.name = ""
+        self._asked = ""
+        self._replied: list[str] = []
         self._move(router.choose(None))
+
+    @property
+    def name(self) -> str:
+        """Of the sampler that replied, of all if there were several; of the one that was asked if none has."""
+        return ", ".join(self._replied) or self._asked
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> Generation:
         """As ``Sampler.generate``. The time that no sampler serves is not the request's: its deadline stands still.
@@ -250,7 +252,7 @@ class Route:
             self._move(member)
             try:
                 with member.request() as sampler:
-                    return await sampler.generate(tokens, replace(params, deadline_seconds=seconds))
+                    generation = await sampler.generate(tokens, replace(params, deadline_seconds=seconds))
             except SamplerLost:
                 seconds -= time.monotonic() - asked
                 member.rests_until = time.monotonic() + REST_SECONDS
@@ -258,6 +260,10 @@ class Route:
                 if seconds <= 0 or len(lost) >= MOST_LOST:
                     raise
                 self._router.asked_again += 1
+            else:
+                if member.name not in self._replied:
+                    self._replied.append(member.name)
+                return generation
 
     def avoid(self) -> None:
         """Note that the sampler failed, lest its few episodes make it everybody's choice."""
@@ -273,7 +279,7 @@ class Route:
             self._member.episodes -= 1
         self._member = member
         if member is not None:
-            self.name = member.name
+            self._asked = member.name
             member.episodes += 1
 
 

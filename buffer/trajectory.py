@@ -50,7 +50,7 @@ class Trajectory:
         task: position of the task in its task set.
         group: identifier of the slot (and so of the group) this trajectory belongs to.
         index: position within the group, 0 ≤ index < group size.
-        sampler: name of the sampler that served the episode.
+        sampler: name of the sampler that served the episode, or the names of those that did in turn.
         timings: seconds spent per phase, e.g. ``{"sampler": 1.2, "environment": 0.1}``.
         metadata: small JSON object for people and metrics; the learner does not train on it.
     """

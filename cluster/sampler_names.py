@@ -9,11 +9,11 @@ _PREFIX = "sampler-"
 
 
 def sampler_name(number: int) -> str:
-    """Name of the sampler of that number, counted from 0."""
-    return f"{_PREFIX}{number}" if number >= 0 else "a sampler unknown to the learner"
+    """Name of the sampler of that number, counted from 0; what to call those that have none if it is negative."""
+    return f"{_PREFIX}{number}" if number >= 0 else "several in turn"
 
 
 def sampler_number(name: str) -> int:
-    """Number of the sampler of that name; -1 if no sampler of the pool has such a name."""
+    """Number of the sampler of that name; -1 for the names of several, or if no sampler of the pool has such a name."""
     digits = name.removeprefix(_PREFIX)
     return int(digits) if digits != name and digits.isdecimal() else -1

@@ -146,9 +146,11 @@ def test_a_sampler_that_leaves_finishes_what_it_was_asked_and_is_asked_no_more(m
             assert not leaving.running, "it was said to owe nothing while it did"
             await reply
             await route.generate(PROMPT, PARAMS)
+            await route.generate(PROMPT, PARAMS)
+            assert route.name == "leaving, staying", "a record would blame one for the tokens of the other"
             with router.route() as other:
                 await other.generate(PROMPT, PARAMS)
         return router.asked_again
 
     assert run(scenario()) == 0
-    assert (len(leaving.requests), len(staying.requests)) == (1, 2)
+    assert (len(leaving.requests), len(staying.requests)) == (1, 3)
