@@ -158,7 +158,7 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that goes on with this run, to be pasted into a shell; a password is left to be filled in."""
         words = ["headrace", "train", str(self.config_path), "run.resume=true"]
-        buffer = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))["buffer"]
+        buffer = read_settings(self.root)["buffer"]
         if buffer["url"] is not None and REDACTED in buffer["url"]:
             words.append(f"buffer.url={buffer['url'].replace(REDACTED, 'PASSWORD')}")
         if any(REDACTED in url for url in buffer["payload_urls"]):
@@ -202,7 +202,7 @@ def request_scale(root: Path, count: int) -> None:
         raise RunError(f"{root} holds no run; expected the folder of one, such as runs/NAME")
     if not 1 <= count <= MOST_SAMPLERS:
         raise RunError(f"--samplers {count}: expected 1 to {MOST_SAMPLERS}; stop the run by Ctrl-C to have none")
-    if yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))["sampler"]["kind"] == "sglang":
+    if read_settings(root)["sampler"].get("kind") == "sglang":
         raise RunError(
             f"--samplers {count}: the run in {root} has the servers of sampler.urls; stop it, and go on with others by "
             "run.resume=true sampler.urls=[...]"
@@ -212,6 +212,25 @@ def request_scale(root: Path, count: int) -> None:
             f"the run in {root} is not running; go on with it by run.resume=true sampler.replicas={count} instead"
         )
     _replace(root / _SCALE, f"{count}\n")
+
+
+def read_settings(root: Path) -> dict[str, Any]:
+    """The settings that the run in ``root`` was started with, by section; passwords are left out.
+
+    Raises:
+        RunError: there are none, or they are not as a run writes them.
+    """
+    path = root / "config.yaml"
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RunError(
+            f"{path} cannot be read ({' '.join(str(error).split())}); put back what the run wrote"
+        ) from error
+    missing = {"buffer", "sampler"} - settings.keys() if isinstance(settings, dict) else {"buffer", "sampler"}
+    if missing or not all(isinstance(section, dict) for section in settings.values()):
+        raise RunError(f"{path} is not what a run writes, sections such as buffer and sampler; put that back")
+    return settings
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -286,7 +305,7 @@ _FREE = {"environment.step_timeout_seconds"}
 
 
 def _refuse_another_run(root: Path, config: Config) -> None:
-    stored, asked = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8")), config.redacted()
+    stored, asked = read_settings(root), config.redacted()
     for path in _FIXED:
         was: Any = stored
         now: Any = asked
@@ -349,7 +368,7 @@ def _held(root: Path) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".new")
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")  # others may be replacing it, too
     with open(staged, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

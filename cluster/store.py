@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +23,7 @@ from buffer import OUTCOMES, Buffer, BufferUnavailable, GroupInfo, NotOpen, Stat
 from buffer.keys import Keys
 from buffer.server import admin_url_in
 from cluster.errors import RunError
+from cluster.runfolder import read_settings
 
 TIMEOUT_SECONDS = 10.0
 MOST_GROUPS = 1000
@@ -182,10 +182,9 @@ def _of_folder(folder: Path) -> Target:
 
 def _url_of(folder: Path) -> str:
     """URL of the Redis of a run folder, as its administrator."""
-    config = folder / "config.yaml"
-    if not config.is_file():
+    if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is neither a URL nor a run folder; expected redis://... or runs/NAME")
-    url = yaml.safe_load(config.read_text(encoding="utf-8"))["buffer"]["url"]
+    url = read_settings(folder)["buffer"].get("url")
     if url is not None:
         raise RunError(f"the run in {folder} uses the Redis at {url}; give that URL, with its password, and --run")
     own = admin_url_in(folder / "redis")

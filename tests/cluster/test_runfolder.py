@@ -3,6 +3,7 @@ import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,30 @@ def test_a_run_that_is_up_is_asked_for_samplers_once(tmp_path):
         request_scale(run.root, 5)
     with RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true")) as run:
         assert run.take_scale_request() is None, "it was meant for the start before"
+
+
+def test_requests_for_samplers_that_meet_are_each_whole(tmp_path):
+    with RunFolder.open(config(tmp_path, "run.name=mine")) as run, ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(request_scale, run.root, count) for count in range(1, 101)]
+        taken = []
+        while not all(request.done() for request in asked):
+            taken.append(run.take_scale_request())
+        for request in asked:
+            request.result()
+        taken = [count for count in [*taken, run.take_scale_request()] if count is not None]
+        assert taken and len(set(taken)) == len(taken) and set(taken) <= set(range(1, 101))
+        assert not list(run.root.glob("scale*"))
+
+
+@pytest.mark.parametrize(
+    "text", ["sampler: [", "sampler:\n\t- 1\n", "[]", "", "sampler: {}\n", "sampler: 1\nbuffer: {}\n"]
+)
+def test_settings_that_no_run_wrote_are_refused_in_one_line(tmp_path, text):
+    with RunFolder.open(config(tmp_path, "run.name=mine")) as run:
+        run.config_path.write_text(text)
+        with pytest.raises(RunError, match=r"mine/config.yaml .*put") as refusal:
+            request_scale(run.root, 2)
+        assert "\n" not in str(refusal.value)
 
 
 def test_a_run_that_cannot_be_scaled_is_not_asked(tmp_path):
