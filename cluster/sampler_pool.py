@@ -37,6 +37,8 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 chance to half at least, so that samplers that failed together do not start together."""
 STEADY_SECONDS = 600.0
 """A sampler that has served for so long is as good as new: its failures before do not count any more."""
+MOST_ADMISSIONS = 4
+"""Samplers that the learner gives the current weights at once; each holds one of its calls, which are for everybody."""
 UNPLACED_SECONDS = 10.0
 """How long a sampler waits for CPUs before the display says so."""
 
@@ -187,8 +189,9 @@ class SamplerPool:
             return
         problem = member.check(self._settings.stall_seconds)
         if problem is None and member.admission is None:
-            member.due = time.monotonic() + START_SECONDS
-            member.admission = self._publisher().admit_sampler(member.name, member.handle)
+            if self._admissions < MOST_ADMISSIONS:
+                member.due = time.monotonic() + START_SECONDS
+                member.admission = self._publisher().admit_sampler(member.name, member.handle)
         elif problem is None and answered(member.admission):
             try:
                 member.version = ray.get(member.admission)
@@ -202,6 +205,12 @@ class SamplerPool:
             problem = f"it did not take the current weights within {START_SECONDS:.0f} s"
         if problem is not None:
             self._fail(member, problem)
+
+    @property
+    def _admissions(self) -> int:
+        """Samplers that the learner is giving the current weights."""
+        pending = [member.admission for member in self._in(State.STARTING) if member.admission is not None]
+        return len(self._unsettled) + sum(not answered(admission) for admission in pending)
 
     def _await_construction(self, member: PooledSampler) -> None:
         late = time.monotonic() > member.due

@@ -222,6 +222,37 @@ def test_samplers_come_and_go_while_they_are_asked(cluster: Cluster, monkeypatch
     cluster.until(lambda: len(pool.handles) == 1)
 
 
+@pytest.mark.slow
+def test_a_sampler_that_dies_while_it_leaves_is_not_waited_for(cluster: Cluster) -> None:
+    pool = cluster.pool
+    pool.scale(2)
+    cluster.until(lambda: pool.serving == 2)
+    asked, leaving = cluster.asker.ask.remote(6), list(pool.handles)[1]
+    while not ray.get(pool.handles[leaving].status.remote(), timeout=60)["running"]:
+        pass
+    cluster.signal(leaving, signal.SIGSTOP)  # lest it finishes
+    pool.scale(1)
+    due = time.monotonic() + pool._settings.request_timeout_seconds
+    cluster.until(lambda: len(pool.handles) == 1)
+    assert time.monotonic() < due, "its requests had their whole time although nobody worked on them"
+    assert len(ray.get(asked, timeout=60)) == 6, "a request was lost"
+
+
+@pytest.mark.slow
+def test_samplers_are_admitted_a_few_at_a_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_pool, "MOST_ADMISSIONS", 0)
+    pool = cluster.pool
+    pool.scale(2)
+    cluster.until(lambda: all(member.up for member in pool._members.values()))
+    for _ in range(20):
+        pool.look()
+    assert pool.serving == 1
+    monkeypatch.setattr(sampler_pool, "MOST_ADMISSIONS", 1)
+    cluster.until(lambda: pool.serving == 2)
+    pool.scale(1)
+    cluster.until(lambda: len(pool.handles) == 1)
+
+
 def test_a_sampler_that_fails_too_often_ends_the_run(cluster: Cluster, folder: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, "sampler.max_restarts=0"])
     other = Cluster(config, folder)
