@@ -42,7 +42,7 @@ class Monitor:
         self._learner, self._pool, self._workers = learner, pool, workers
         self._metrics = RayMetrics(folder.name)
         self._snapshot: Snapshot = {"staleness_limit": staleness_limit}
-        self._sampled = (time.monotonic(), 0)
+        self._sampled = (time.monotonic(), 0.0)
         self._told: dict[tuple[str, str], int] = {}
         self._alarms = 0
         self.stats: Stats | None = None
@@ -103,7 +103,7 @@ class Monitor:
 
     def _take_samplers(self) -> None:
         pool = self._pool
-        now, tokens = time.monotonic(), pool.total("tokens_sampled")
+        now, tokens = time.monotonic(), pool.totals["tokens_sampled"]
         before, tokens_before = self._sampled
         if now > before:
             self._snapshot["sampler_tokens_per_second"] = (tokens - tokens_before) / (now - before)

@@ -15,7 +15,7 @@ from cluster.sampler_names import sampler_name
 from cluster.services import HEALTH
 from cluster.waiting import answered, reason
 
-COUNTERS = ("tokens_sampled", "compilations_after_warmup")
+COUNTERS = ("tokens_sampled", "compilations_after_warmup", "swaps", "swap_seconds")
 """Counters of a sampler's status that are added up over its lives."""
 
 
@@ -65,7 +65,7 @@ class PooledSampler:
         self.due = 0.0
         self.served_since: float | None = None
         self._place = placement_group([dict(resources)])
-        self._ended_lives = dict.fromkeys(COUNTERS, 0)
+        self._ended_lives = dict.fromkeys(COUNTERS, 0.0)
         self._status: dict[str, Any] = {}
         self._status_call: Any = None
         self._health_call: Any = None
@@ -103,9 +103,9 @@ class PooledSampler:
         """Whether it answers in its present life, be it with the error that its constructor raised."""
         return bool(self._status) or answered(self._status_call)
 
-    def total(self, counter: str) -> int:
+    def total(self, counter: str) -> float:
         """One of ``COUNTERS``, all lives together."""
-        return self._ended_lives[counter] + int(self._status.get(counter, 0))
+        return self._ended_lives[counter] + float(self._status.get(counter, 0))
 
     def check(self, stall_seconds: float) -> str | None:
         """Take what it answered and ask again; returns what is wrong with it, or None. It must be :attr:`up`.

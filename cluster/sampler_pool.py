@@ -61,7 +61,7 @@ class SamplerPool:
         self._workers: Mapping[str, Any] = {}
         self._members: dict[str, PooledSampler] = {}
         self._started = 0
-        self._gone = dict.fromkeys(COUNTERS, 0)
+        self._gone = dict.fromkeys(COUNTERS, 0.0)
         self._unsettled: dict[str, Any] = {}
         """Answers of the learner that are still to come to the admission of samplers that are dismissed."""
         self._oldest_version: int | None = None
@@ -95,9 +95,11 @@ class SamplerPool:
         self._oldest_version = min(versions, default=self._oldest_version)
         return self._oldest_version
 
-    def total(self, counter: str) -> int:
-        """One of ``COUNTERS`` over all samplers that there ever were."""
-        return self._gone[counter] + sum(member.total(counter) for member in self._members.values())
+    @property
+    def totals(self) -> dict[str, float]:
+        """``COUNTERS`` over all samplers that there ever were."""
+        members = self._members.values()
+        return {name: gone + sum(member.total(name) for member in members) for name, gone in self._gone.items()}
 
     def serve(self, learner: LearnerGang, workers: Mapping[str, Any]) -> None:
         """Look after samplers that are up, have the learner's first version and are known to ``workers``."""

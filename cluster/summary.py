@@ -14,7 +14,7 @@ def summarise_run(
     *,
     sampler_kind: str,
     staleness_limit: int,
-    sampler_compilations: int,
+    sampler_totals: Mapping[str, float],
     sampler_restarts: int,
     seconds: float,
 ) -> dict[str, Any]:
@@ -25,15 +25,17 @@ def summarise_run(
         stats: of the buffer, at the end.
         sampler_kind: ``sampler.kind``.
         staleness_limit: ``buffer.max_staleness``.
-        sampler_compilations: of all samplers, after their warm-up.
+        sampler_totals: what ``SamplerPool.totals`` counted since this start.
         sampler_restarts: times that one was started anew since this start.
         seconds: of this start, from the first to the last moment.
 
     Returns:
         ``success_before`` and ``success_after`` are None as long as nothing was evaluated at the start and at the
         end. ``agreement`` is that of sampler and learner: ``checks`` that found tokens, ``no_tokens`` that found none,
-        ``alarms``; what the ``last`` check of the first kind found, and of each number the ``worst`` of all. In
-        ``groups``, ``reserved`` is the sum of all the others.
+        ``alarms``; what the ``last`` check of the first kind found, and of each number the ``worst`` of all.
+        ``swaps`` are those of weights while samplers served: how often, for how many seconds a sampler could not
+        decode on average, and the share that this is of the learner's step. In ``groups``, ``reserved`` is the sum of
+        all the others.
     """
     # A run resumed after a crash makes the steps after its checkpoint again: the last record of each counts.
     steps = list({record["step"]: record for record in records if record["kind"] == "step"}.values())
@@ -44,6 +46,7 @@ def summarise_run(
     return {
         "sampler": sampler_kind,
         "sampler_restarts": sampler_restarts,
+        "swaps": _swaps(sampler_totals, steps),
         "success_before": before and before["success_mean"],
         "success_after": after and after["success_mean"],
         "episodes_evaluated": after["episodes"] if after else 0,
@@ -53,7 +56,7 @@ def summarise_run(
         "trajectories_trained": sum(int(s["trajectories"]) for s in steps),
         "staleness_max_trained": max((int(s["staleness_max"]) for s in steps), default=None),
         "staleness_limit": staleness_limit,
-        "compilations_after_warmup": sampler_compilations
+        "compilations_after_warmup": int(sampler_totals["compilations_after_warmup"])
         + max((int(s["compilations_after_warmup"]) for s in steps), default=0),
         "learner_idle_fraction": steps[-1]["learner_idle_fraction"] if steps else None,
         "agreement": _agreement(steps),
@@ -82,6 +85,11 @@ def outcome_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     }
     if summary["sampler_restarts"]:
         rows["samplers started anew"] = str(summary["sampler_restarts"])
+    swaps = summary["swaps"]
+    if swaps["step_share"] is not None:
+        rows["new weights held up a sampler"] = (
+            f"{1e3 * swaps['seconds_mean']:.2g} ms, {swaps['step_share']:.2%} of a step"
+        )
     agreement = summary["agreement"]
     if agreement["worst"] is not None:
         rows["sampler and learner differ by"] = f"{agreement['worst']['max']:.1e} nats at most"
@@ -105,6 +113,14 @@ def _agreement(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "worst": {name: max(step[f"agreement_{name}"] for step in found) for name in _COMPARED} if found else None,
         "last": last,
     }
+
+
+def _swaps(totals: Mapping[str, float], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of weights; see :func:`summarise_run`."""
+    count = int(totals["swaps"])
+    mean = totals["swap_seconds"] / count if count else None
+    step = sum(step["step_seconds"] for step in steps) / len(steps) if steps else None
+    return {"count": count, "seconds_mean": mean, "step_share": mean / step if mean is not None and step else None}
 
 
 def _share(value: float | None) -> str:

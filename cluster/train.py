@@ -199,7 +199,7 @@ class TrainingRun:
             self._monitor.stats,
             sampler_kind=config.sampler.kind,
             staleness_limit=config.buffer.max_staleness,
-            sampler_compilations=self._pool.total("compilations_after_warmup"),
+            sampler_totals=self._pool.totals,
             sampler_restarts=self._pool.restarts,
             seconds=seconds,
         )

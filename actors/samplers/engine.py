@@ -24,6 +24,10 @@ class Counters:
     calls: int = 0
     busy_seconds: float = 0.0
     """Seconds spent in steps that ran a call."""
+    swaps: int = 0
+    """Times that other weights took the place of those served."""
+    swap_seconds: float = 0.0
+    """Seconds that no step could run because of that."""
 
 
 class Engine(Protocol):

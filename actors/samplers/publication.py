@@ -28,6 +28,7 @@ ALIGNMENT = 64
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 _CHUNK = 1 << 20
 _THREADS = min(4, os.cpu_count() or 1)
+"""NumPy and XXH3 let go of Python's lock."""
 
 
 class Entry(NamedTuple):
@@ -100,7 +101,7 @@ class Publication:
             order: Literal["C", "F"] = "F" if value.flags.f_contiguous and value.ndim > 1 else "C"
             parts[name] = np.asarray(value, order=order).reshape(-1, order=order).view(np.uint8)
             entries[name] = (value.shape, value.dtype.name, order)
-        with ThreadPoolExecutor(_THREADS) as threads:  # NumPy and XXH3 let go of Python's lock
+        with ThreadPoolExecutor(_THREADS) as threads:
             digests = threads.map(partial(_checked_digest, weights, into), parts, parts.values())
             tensors = {name: Entry(*entries[name], digest) for name, digest in zip(parts, digests, strict=True)}
         return cls(Manifest(version, tensors), parts if into is None else into)
@@ -123,10 +124,10 @@ def verified(publication: Publication) -> dict[str, np.ndarray]:
     ):
         if names:
             raise UpdateError(f"tensor {min(names)} {problem} ({len(names)} in all); {remedy}")
-    arrays = {}
+    arrived = {}
     for name, entry in tensors.items():
         try:
-            part = parts[name]
+            part = arrived[name] = parts[name]
         except (OSError, SafetensorError) as error:
             raise UpdateError(
                 f"version {version} cannot be read here ({error}): is this on the machine, or does it see the folder, "
@@ -134,10 +135,13 @@ def verified(publication: Publication) -> dict[str, np.ndarray]:
             ) from error
         if part.nbytes != entry.nbytes:
             raise UpdateError(f"tensor {name} has {part.nbytes} bytes; expected {entry.nbytes}: {remedy}")
-        digest = xxh3_64(part.data).intdigest()
-        if digest != entry.digest:
-            raise UpdateError(f"tensor {name} has digest {digest:016x}; expected {entry.digest:016x}: {remedy}")
-        arrays[name] = part.view(jnp.dtype(entry.dtype)).reshape(entry.shape, order=entry.order)
+    arrays = {}
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = threads.map(_digest, arrived.values())
+        for (name, entry), digest in zip(tensors.items(), digests, strict=True):
+            if digest != entry.digest:
+                raise UpdateError(f"tensor {name} has digest {digest:016x}; expected {entry.digest:016x}: {remedy}")
+            arrays[name] = arrived[name].view(jnp.dtype(entry.dtype)).reshape(entry.shape, order=entry.order)
     return arrays
 
 
@@ -193,6 +197,10 @@ class FolderParts(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _digest(part: np.ndarray) -> int:
+    return xxh3_64(part.data).intdigest()
 
 
 def _checked_digest(

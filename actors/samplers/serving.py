@@ -190,6 +190,8 @@ class EngineSampler:
             "calls": counters.calls,
             "busy_seconds": counters.busy_seconds,
             "tokens_per_busy_second": counters.tokens_sampled / max(counters.busy_seconds, 1e-9),
+            "swaps": counters.swaps,
+            "swap_seconds": counters.swap_seconds,
             "compilations_after_warmup": engine.compilations_after_warm_up,
             "failure": str(self._failure) if self._failure else None,
         }
@@ -274,16 +276,24 @@ class EngineSampler:
                     except (RequestError, SamplerError) as error:
                         answers.append((sample, error))
                 case _Swap() as swap:
-                    try:
-                        answers.append((swap, self._engine.swap(swap.version, swap.leaves)))
-                    except UpdateError as error:
-                        answers.append((swap, error))
+                    answers.append((swap, self._swap(swap)))
                 case _Abort(sample):
                     answers += self._abort(sample)
             self._in_hand = None
         answers += [(sample, _nothing_sampled()) for sample in self._admission.late(time.monotonic())]
         if not held_up:  # the swap would have to wait for whoever enters before it
             self._let_in()
+
+    def _swap(self, swap: _Swap) -> int | UpdateError:
+        engine, held, started = self._engine, self._engine.version, time.perf_counter()
+        try:
+            version = engine.swap(swap.version, swap.leaves)
+        except UpdateError as error:
+            return error
+        if held not in (None, version):
+            engine.counters.swaps += 1
+            engine.counters.swap_seconds += time.perf_counter() - started
+        return version
 
     def _let_in(self) -> None:
         for sample in self._admission.enter():

@@ -35,6 +35,7 @@ def test_limits_go_with_how_both_sides_compute_unless_they_are_given(overrides, 
 
 def step(number: int, **agreement: float | str) -> dict:
     facts = {"trajectories": 8, "staleness_max": 1, "compilations_after_warmup": 0, "learner_idle_fraction": 0.0}
+    facts["step_seconds"] = float(number)
     return {"kind": "step", "step": number, **facts, **{f"agreement_{name}": x for name, x in agreement.items()}}
 
 
@@ -48,8 +49,9 @@ def summary(*records: dict) -> dict:
         max_attempts=1,
     )  # fmt: skip
     stats = Stats(4, 1, "", bounds, 0, 0, 0, 0, 0, 0, counters=dict.fromkeys(("reserved", *OUTCOMES), 0))
+    totals = {"compilations_after_warmup": 0.0, "swaps": 4.0, "swap_seconds": 0.2}
     return summarise_run(
-        records, stats, sampler_kind="local", staleness_limit=1, sampler_compilations=0, sampler_restarts=0, seconds=1.0
+        records, stats, sampler_kind="local", staleness_limit=1, sampler_totals=totals, sampler_restarts=0, seconds=1.0
     )  # fmt: skip
 
 
@@ -73,3 +75,10 @@ def test_a_run_that_compared_nothing_says_nothing_of_it():
     told = summary(step(1), step(2, version=0, tokens=0))
     assert told["agreement"] == {"checks": 0, "no_tokens": 1, "alarms": 0, "worst": None, "last": None}
     assert not {"alarms", "sampler and learner differ by"} & set(outcome_rows(told))
+
+
+def test_the_summary_says_how_long_new_weights_held_up_a_sampler():
+    told = summary(step(1), step(2), step(3))
+    assert told["swaps"] == {"count": 4, "seconds_mean": 0.05, "step_share": 0.025}
+    assert outcome_rows(told)["new weights held up a sampler"] == "50 ms, 2.50% of a step"
+    assert summary()["swaps"]["step_share"] is None

@@ -310,8 +310,10 @@ def test_updates_under_load_lose_nothing_and_every_token_matches_its_own_version
             await served.publish()
         return await asyncio.gather(*calls)
 
-    first = served.version
+    first, before = served.version, served.run(served.sampler.status())
     generations = served.run(update_while_sampling())
+    after = served.run(served.sampler.status())
+    assert after["swaps"] - before["swaps"] == 20 and after["swap_seconds"] > before["swap_seconds"]
     assert all(len(generation.tokens) == 90 for generation in generations)
     assert all((np.diff(generation.versions) >= 0).all() for generation in generations)
     seen = np.unique(np.concatenate([generation.versions for generation in generations]))

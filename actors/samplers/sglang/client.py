@@ -95,7 +95,8 @@ class SglangClient:
         self._context_length = context_length
         self._random = np.random.default_rng(seed)
         self._version: int | None = None
-        self._tokens_sampled = self._calls = self._waiting = self._updates = 0
+        self._tokens_sampled = self._calls = self._waiting = self._updates = self._swaps = 0
+        self._swap_seconds = 0.0
         self._answered_at = time.monotonic()
         """When the server last answered anything."""
         self._failure: str | None = None
@@ -148,6 +149,8 @@ class SglangClient:
             "waiting": self._waiting,
             "tokens_sampled": self._tokens_sampled,
             "calls": self._calls,
+            "swaps": self._swaps,
+            "swap_seconds": self._swap_seconds,
             "compilations_after_warmup": 0,  # nothing is compiled here, and a server does not tell
             "failure": self._failure,
         }
@@ -281,6 +284,7 @@ class SglangClient:
                 return self._version
             self._open.clear()
             self._updates += 1
+            began, is_first = self._loop.time(), held is None
             served, self._version = self._version, None  # unless the server says what it holds, nobody knows
             try:
                 await self._quiesce()
@@ -298,6 +302,9 @@ class SglangClient:
                     self._failure = None
                 finally:
                     self._open.set()
+            if not is_first:
+                self._swaps += 1
+                self._swap_seconds += self._loop.time() - began
             return version
 
     def _check_version(self, reply: Reply, version: int) -> None:
