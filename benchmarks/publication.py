@@ -1,7 +1,8 @@
 """Publication of weights to Ray actors that serve them, against a bare copy of the same bytes in memory.
 
 From the learner's arrays to the last acknowledgement: digests, transport, verification, a switch between two decode
-steps. The samplers are idle; ``benchmarks.sampler`` says what an update does to one that decodes.
+steps. The samplers are idle; ``benchmarks.sampler`` says what an update does to one that decodes. Beside it
+stands the floor of this machine: one copy, and one verification for each sampler, all cores at work on nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import ray
 
 from actors.samplers.local import LocalSampler
+from actors.samplers.publication import Publication, verified
 from cluster.publication import Broadcaster, ObjectStore, SharedMemory, Transport
 from cluster.ray_runtime import actor_environment
 from learner.models.config import ModelConfig
@@ -53,8 +55,13 @@ def measure(models: dict[str, ModelConfig], transports: dict[str, Callable[[], T
     result: dict[str, Any] = {}
     for name, model in models.items():
         versions = [seen_as_hf(model, jax.block_until_ready(initial_params(model, seed))) for seed in (0, 1)]
-        copy = copy_seconds(versions[0])
-        result[name] = row = {"bytes": sum(value.nbytes for value in versions[0].values()), "copy_ms": _ms(copy)}
+        copy, read = copy_seconds(versions[0]), verification_seconds(versions[0])
+        result[name] = row = {
+            "bytes": sum(value.nbytes for value in versions[0].values()),
+            "copy_ms": _ms(copy),
+            "verification_ms": _ms(read),
+            **{f"floor_{count}_copies": round(1 + count * read / copy, 2) for count in COUNTS},
+        }
         with _samplers(model, max(COUNTS)) as samplers:
             for transport, make in transports.items():
                 for count in COUNTS:
@@ -73,6 +80,12 @@ def copy_seconds(weights: dict[str, np.ndarray]) -> float:
     source = np.concatenate([np.ravel(value, order="K") for value in weights.values()])
     target = np.zeros_like(source)
     return statistics.median(_seconds(lambda: np.copyto(target, source)) for _ in range(_ROUNDS))
+
+
+def verification_seconds(weights: dict[str, np.ndarray]) -> float:
+    """Of one comparison of every byte with its digest, by all cores."""
+    publication = Publication.of(0, weights)
+    return statistics.median(_seconds(lambda: verified(publication)) for _ in range(_ROUNDS))
 
 
 _published = 0
