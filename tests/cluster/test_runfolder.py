@@ -84,6 +84,7 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(tmp_path, name):
         ("agent.max_turns=3", "agent.max_turns=3: .* was started with 8;"),
         ("model.lora={rank: 8, alpha: 16}", "model.lora={.*}: .* was started with null;"),
         ("model.path=/m", "model.path=/m: .* was started with null;"),
+        ("model.architecture.num_hidden_layers=3", "model.architecture.num_hidden_layers=3: .* was started with 2;"),
     ],
 )
 def test_a_run_is_not_resumed_with_what_its_stored_trajectories_were_not_made_with(tmp_path, override, said):

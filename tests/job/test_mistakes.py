@@ -91,11 +91,3 @@ def test_an_environment_that_cannot_be_made(fail, model_folder, command):
 def test_no_file_of_conversations(fail, command):
     line = fail(command, QUICKSTART, "model.warm_start.conversations=no_such.jsonl")
     assert "model.warm_start.conversations=" in line and "no_such.jsonl" in line
-
-
-def test_a_run_cannot_be_resumed_with_another_model(train, tmp_path):
-    assert train("learner.steps=1", "run.name=mine", "task.eval_tasks=1").returncode == 0
-    done = train("run.name=mine", "run.resume=true", "model.architecture.num_hidden_layers=2")
-    assert done.returncode == 2
-    [line] = done.stderr.strip().splitlines()
-    assert "model.architecture.num_hidden_layers=2" in line and "mine" in line

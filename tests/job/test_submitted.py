@@ -76,6 +76,7 @@ def test_a_job_with_a_mistake_ends_with_exit_status_2(head, tmp_path):
         assert json.load(reply)["driver_exit_code"] == 2
 
 
+@pytest.mark.slow
 def test_a_stopped_job_leaves_nothing_running_and_goes_on_when_submitted_again(head, tmp_path):
     variables, _ = head
     job = submit(variables, "first", tmp_path, "learner.steps=100000", "run.name=half")

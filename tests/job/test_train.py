@@ -84,7 +84,7 @@ def test_a_run_samples_with_sglang_jax(train, tmp_path):
     assert processes_naming(tmp_path) == []
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 def test_without_staleness_every_trained_token_was_sampled_by_the_policy_that_trains_on_it(
     train, tmp_path, temperature
 ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import jax
@@ -22,6 +22,16 @@ type MakeStep = Callable[..., TrainStep]
 type MakeExample = Callable[..., Example]
 
 PPO = partial(policy_objective, loss=ppo_clip, aggregation=token_mean(), entropy_bonus=0.01, entropy_cap=4.0)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """These tests, and the programs that they start, compile much and compute little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,12 @@
-"""Run by test_mesh in a process of its own: eight simulated devices against one."""
+"""Run by test_mesh in a process of its own: eight simulated devices against one.
+
+``python tests/learner/sharded.py [NAME ...]`` makes the comparisons of those names, or all.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -190,20 +194,37 @@ def check_kernel() -> None:
     print("kernel equal", flush=True)
 
 
-def main() -> None:
-    """Compare every mesh with one device; exits with a message where they differ."""
+PLAIN = partial(train, MODEL)
+GEMMAS = partial(train, GEMMA)
+ADAPTED = partial(train, MODEL, has_values=True, lora=LORA)
+VALUES = partial(train, MODEL, has_values=True)
+TRAININGS = {
+    "8x1x1": (PLAIN, (8, 1, 1)),
+    "4x2x1": (PLAIN, (4, 2, 1)),
+    "2x4x1": (PLAIN, (2, 4, 1)),
+    "2x2x2": (PLAIN, (2, 2, 2)),
+    "dots 2x2x2": (PLAIN, (2, 2, 2, "dots")),
+    "gemma 1x4x2 full": (GEMMAS, (1, 4, 2, "full")),
+    "adapters 2x2x2": (ADAPTED, (2, 2, 2)),
+    "qwen2 2x1x2": (partial(train, QWEN2), (2, 1, 2)),
+    "values 2x2x2": (VALUES, (2, 2, 2)),
+}
+NAMES = ("kernel", *TRAININGS)
+
+
+def main(names: Sequence[str]) -> None:
+    """Make comparisons of meshes with one device; raises where they differ."""
     assert len(jax.devices()) == 8, jax.devices()
-    check_kernel()
-    reference = train(MODEL, 1, 1, 1)
-    for mesh in ((8, 1, 1), (4, 2, 1), (2, 4, 1), (2, 2, 2)):
-        compare("x".join(map(str, mesh)), train(MODEL, *mesh), reference)
-    compare("dots 2x2x2", train(MODEL, 2, 2, 2, "dots"), reference)
-    compare("gemma 1x4x2 full", train(GEMMA, 1, 4, 2, "full"), train(GEMMA, 1, 1, 1))
-    adapted = partial(train, MODEL, has_values=True, lora=LORA)
-    compare("adapters 2x2x2", adapted(2, 2, 2), adapted(1, 1, 1))
-    compare("qwen2 2x1x2", train(QWEN2, 2, 1, 2), train(QWEN2, 1, 1, 1))
-    compare("values 2x2x2", train(MODEL, 2, 2, 2, has_values=True), train(MODEL, 1, 1, 1, has_values=True))
+    references = {}
+    for name in names or NAMES:
+        if name == "kernel":
+            check_kernel()
+            continue
+        training, mesh = TRAININGS[name]
+        if training not in references:
+            references[training] = training(1, 1, 1)
+        compare(name, training(*mesh), references[training])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

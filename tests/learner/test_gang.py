@@ -48,7 +48,7 @@ def alone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_a_gang_trains_as_one_process_does(tmp_path, alone, count, devices) -> None:
     run_gang(tmp_path / "gang", count, devices)
     np.testing.assert_allclose(np.load(tmp_path / "gang" / "losses.npy"), np.load(alone / "losses.npy"), rtol=1e-5)

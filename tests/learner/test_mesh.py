@@ -12,14 +12,22 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from sharded import NAMES
 
 from learner.mesh import MeshError, check_processes, make_mesh
 
 
-@pytest.mark.timeout(900)  # it compiles a dozen programs for eight devices
-def test_eight_devices_give_the_loss_gradient_and_five_steps_of_one() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["2x2x2"], id="2x2x2"),
+        # It compiles a dozen programs for eight devices.
+        pytest.param(list(NAMES), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_eight_devices_give_the_loss_gradient_and_five_steps_of_one(names: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("sharded.py")],
+        [sys.executable, Path(__file__).with_name("sharded.py"), *names],
         cwd=Path(__file__).parents[2],
         env=os.environ
         | {
@@ -33,7 +41,7 @@ def test_eight_devices_give_the_loss_gradient_and_five_steps_of_one() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert len(done.stdout.splitlines()) == 10, done.stdout
+    assert done.stdout.splitlines() == [f"{name} equal" for name in names]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_a_run_goes_on_on_another_mesh(redis, tmp_path, reference) -> None:
         assert float.fromhex(moved[step]["loss"]) == pytest.approx(float.fromhex(record["loss"]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_gang_that_is_killed_and_resumed_trains_what_one_process_trains(redis, tmp_path, reference) -> None:
     """Two processes, each of which leases its own shard of every batch."""
     folder = tmp_path / "run"

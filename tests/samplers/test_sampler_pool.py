@@ -253,6 +253,7 @@ def test_samplers_are_admitted_a_few_at_a_time(cluster: Cluster, monkeypatch: py
     cluster.until(lambda: len(pool.handles) == 1)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_fails_too_often_ends_the_run(cluster: Cluster, folder: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, "sampler.max_restarts=0"])
     other = Cluster(config, folder)
