@@ -219,13 +219,13 @@ class Route:
         self._router = router
         self._member: _Member | None = None
         self._asked = ""
-        self._replied: list[str] = []
+        self._answering: list[str] = []
         self._move(router.choose(None))
 
     @property
     def name(self) -> str:
-        """Of the sampler that replied, of all if there were several; of the one that was asked if none has."""
-        return ", ".join(self._replied) or self._asked
+        """Of the sampler that was asked and not lost, of all if there were several; of the last one lost otherwise."""
+        return ", ".join(self._answering) or self._asked
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> Generation:
         """As ``Sampler.generate``. The time that no sampler serves is not the request's: its deadline stands still.
@@ -250,20 +250,20 @@ class Route:
                 patience -= time.monotonic() - asked
                 continue
             self._move(member)
+            if is_new := member.name not in self._answering:
+                self._answering.append(member.name)
             try:
                 with member.request() as sampler:
-                    generation = await sampler.generate(tokens, replace(params, deadline_seconds=seconds))
+                    return await sampler.generate(tokens, replace(params, deadline_seconds=seconds))
             except SamplerLost:
+                if is_new:
+                    self._answering.remove(member.name)
                 seconds -= time.monotonic() - asked
                 member.rests_until = time.monotonic() + REST_SECONDS
                 lost.add(member)
                 if seconds <= 0 or len(lost) >= MOST_LOST:
                     raise
                 self._router.asked_again += 1
-            else:
-                if member.name not in self._replied:
-                    self._replied.append(member.name)
-                return generation
 
     def avoid(self) -> None:
         """Note that the sampler failed, lest its few episodes make it everybody's choice."""

@@ -52,6 +52,7 @@ class RunFolder:
         self.notice = notice
         self._lock = _lock(root)
         self.run_id = self._take_run_id()
+        self._buffer: dict[str, Any] = {}
         self.take_scale_request()  # one that an earlier start of the run has left
 
     @classmethod
@@ -143,6 +144,7 @@ class RunFolder:
         data = config.redacted()
         data["run"] |= {"name": self.name, "folder": str(self.root.parent), "resume": False}
         _replace(self.config_path, to_yaml(data))
+        self._buffer = data["buffer"]
 
     def take_scale_request(self) -> int | None:
         """The number of samplers that somebody asked for by :func:`request_scale` since the last call, or None."""
@@ -158,7 +160,7 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that goes on with this run, to be pasted into a shell; a password is left to be filled in."""
         words = ["headrace", "train", str(self.config_path), "run.resume=true"]
-        buffer = read_settings(self.root)["buffer"]
+        buffer = self._buffer  # and not what the file holds by now: this is said when a run fails, too
         if buffer["url"] is not None and REDACTED in buffer["url"]:
             words.append(f"buffer.url={buffer['url'].replace(REDACTED, 'PASSWORD')}")
         if any(REDACTED in url for url in buffer["payload_urls"]):
@@ -202,7 +204,7 @@ def request_scale(root: Path, count: int) -> None:
         raise RunError(f"{root} holds no run; expected the folder of one, such as runs/NAME")
     if not 1 <= count <= MOST_SAMPLERS:
         raise RunError(f"--samplers {count}: expected 1 to {MOST_SAMPLERS}; stop the run by Ctrl-C to have none")
-    if read_settings(root)["sampler"].get("kind") == "sglang":
+    if stored_settings(root)["sampler"].get("kind") == "sglang":
         raise RunError(
             f"--samplers {count}: the run in {root} has the servers of sampler.urls; stop it, and go on with others by "
             "run.resume=true sampler.urls=[...]"
@@ -214,7 +216,17 @@ def request_scale(root: Path, count: int) -> None:
     _replace(root / _SCALE, f"{count}\n")
 
 
-def read_settings(root: Path) -> dict[str, Any]:
+_NEEDED = {
+    "model": frozenset[str](),
+    "environment": frozenset(),
+    "agent": frozenset(),
+    "sampler": {"kind", "context_length"},
+    "buffer": {"url"},
+}
+"""Sections, and keys in them, that are read back from what a run wrote."""
+
+
+def stored_settings(root: Path) -> dict[str, Any]:
     """The settings that the run in ``root`` was started with, by section; passwords are left out.
 
     Raises:
@@ -227,10 +239,12 @@ def read_settings(root: Path) -> dict[str, Any]:
         raise RunError(
             f"{path} cannot be read ({' '.join(str(error).split())}); put back what the run wrote"
         ) from error
-    missing = {"buffer", "sampler"} - settings.keys() if isinstance(settings, dict) else {"buffer", "sampler"}
-    if missing or not all(isinstance(section, dict) for section in settings.values()):
-        raise RunError(f"{path} is not what a run writes, sections such as buffer and sampler; put that back")
-    return settings
+    for section, keys in _NEEDED.items():
+        held = settings.get(section) if isinstance(settings, dict) else None
+        if not isinstance(held, dict) or not keys <= held.keys():
+            lacks = f"section {section}" + (f" with {', '.join(sorted(keys))}" if keys else "")
+            raise RunError(f"{path} has no {lacks}; put back what the run wrote")
+    return dict(settings)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -305,7 +319,7 @@ _FREE = {"environment.step_timeout_seconds"}
 
 
 def _refuse_another_run(root: Path, config: Config) -> None:
-    stored, asked = read_settings(root), config.redacted()
+    stored, asked = stored_settings(root), config.redacted()
     for path in _FIXED:
         was: Any = stored
         now: Any = asked
@@ -369,8 +383,11 @@ def _held(root: Path) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")  # others may be replacing it, too
-    with open(staged, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    try:
+        with open(staged, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)

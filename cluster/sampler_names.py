@@ -10,7 +10,7 @@ _PREFIX = "sampler-"
 
 def sampler_name(number: int) -> str:
     """Name of the sampler of that number, counted from 0; what to call those that have none if it is negative."""
-    return f"{_PREFIX}{number}" if number >= 0 else "several in turn"
+    return f"{_PREFIX}{number}" if number >= 0 else "episodes that several sampled"
 
 
 def sampler_number(name: str) -> int:

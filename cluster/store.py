@@ -23,7 +23,6 @@ from buffer import OUTCOMES, Buffer, BufferUnavailable, GroupInfo, NotOpen, Stat
 from buffer.keys import Keys
 from buffer.server import admin_url_in
 from cluster.errors import RunError
-from cluster.runfolder import read_settings
 
 TIMEOUT_SECONDS = 10.0
 MOST_GROUPS = 1000
@@ -184,7 +183,9 @@ def _url_of(folder: Path) -> str:
     """URL of the Redis of a run folder, as its administrator."""
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is neither a URL nor a run folder; expected redis://... or runs/NAME")
-    url = read_settings(folder)["buffer"].get("url")
+    from cluster.runfolder import stored_settings  # brings the whole schema along, which a URL does not need
+
+    url = stored_settings(folder)["buffer"]["url"]
     if url is not None:
         raise RunError(f"the run in {folder} uses the Redis at {url}; give that URL, with its password, and --run")
     own = admin_url_in(folder / "redis")

@@ -33,9 +33,9 @@ def summarise_run(
         ``success_before`` and ``success_after`` are None as long as nothing was evaluated at the start and at the
         end. ``agreement`` is that of sampler and learner: ``checks`` that found tokens, ``no_tokens`` that found none,
         ``alarms``; what the ``last`` check of the first kind found, and of each number the ``worst`` of all.
-        ``swaps`` are those of weights while samplers served: how often, for how many seconds a sampler could not
-        decode on average, and the share that this is of the learner's step. In ``groups``, ``reserved`` is the sum of
-        all the others.
+        ``swaps`` are those of weights while samplers served, as these last told: how often, for how many seconds one
+        could not decode on average until it had switched, and the share that this is of the learner's step. In
+        ``groups``, ``reserved`` is the sum of all the others.
     """
     # A run resumed after a crash makes the steps after its checkpoint again: the last record of each counts.
     steps = list({record["step"]: record for record in records if record["kind"] == "step"}.values())
@@ -88,7 +88,7 @@ def outcome_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     swaps = summary["swaps"]
     if swaps["step_share"] is not None:
         rows["new weights held up a sampler"] = (
-            f"{1e3 * swaps['seconds_mean']:.2g} ms, {swaps['step_share']:.2%} of a step"
+            f"{1e3 * swaps['seconds_mean']:,.2f} ms, {swaps['step_share']:.2%} of a step"
         )
     agreement = summary["agreement"]
     if agreement["worst"] is not None:

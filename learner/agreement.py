@@ -126,7 +126,7 @@ class Compared(NamedTuple):
 
     Attributes:
         log_ratio: float32[N], log-probability of the learner minus that of the sampler.
-        sampler: int32[N], number of the sampler; -1 if that is not known.
+        sampler: int32[N], number of the sampler; -1 if there were several, or it is not known.
     """
 
     log_ratio: np.ndarray

@@ -80,5 +80,5 @@ def test_a_run_that_compared_nothing_says_nothing_of_it():
 def test_the_summary_says_how_long_new_weights_held_up_a_sampler():
     told = summary(step(1), step(2), step(3))
     assert told["swaps"] == {"count": 4, "seconds_mean": 0.05, "step_share": 0.025}
-    assert outcome_rows(told)["new weights held up a sampler"] == "50 ms, 2.50% of a step"
+    assert outcome_rows(told)["new weights held up a sampler"] == "50.00 ms, 2.50% of a step"
     assert summary()["swaps"]["step_share"] is None

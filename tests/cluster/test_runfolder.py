@@ -272,14 +272,28 @@ def test_requests_for_samplers_that_meet_are_each_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["sampler: [", "sampler:\n\t- 1\n", "[]", "", "sampler: {}\n", "sampler: 1\nbuffer: {}\n"]
+    "text",
+    [
+        "sampler: [",
+        "sampler:\n\t- 1\n",
+        "[]",
+        "",
+        "sampler: {}\n",
+        "sampler: 1\nbuffer: {}\n",
+        "model: {}\nagent: {}\nenvironment: {}\nsampler: {kind: local}\nbuffer: {url: null}\n",
+    ],
 )
 def test_settings_that_no_run_wrote_are_refused_in_one_line(tmp_path, text):
     with RunFolder.open(config(tmp_path, "run.name=mine")) as run:
+        run.append_metrics("step", {"step": 1})  # lest it leaves no folder
         run.config_path.write_text(text)
         with pytest.raises(RunError, match=r"mine/config.yaml .*put") as refusal:
             request_scale(run.root, 2)
         assert "\n" not in str(refusal.value)
+        assert "run.resume=true" in run.resume_command(), "it is said when a run fails, whatever the file holds by then"
+    with pytest.raises(RunError, match=r"mine/config.yaml .*put") as refusal:
+        RunFolder.open(config(tmp_path, "run.name=mine", "run.resume=true"))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_run_that_cannot_be_scaled_is_not_asked(tmp_path):

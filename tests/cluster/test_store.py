@@ -161,7 +161,8 @@ def test_a_run_folder_names_its_own_redis(tmp_path, tokenizer):
     folder = tmp_path / "run-1"
     (folder / "initial_model").mkdir(parents=True)
     write_character_tokenizer(folder / "initial_model")
-    (folder / "config.yaml").write_text("buffer: {url: null}\nsampler: {kind: local}\n")
+    settings = "model: {}\nagent: {}\nenvironment: {}\nsampler: {kind: local, context_length: 9}\nbuffer: {url: null}\n"
+    (folder / "config.yaml").write_text(settings)
     (folder / "run_id").write_text("run-1-abcd\n")
     refused = headrace("stats", str(folder))
     assert refused.returncode == 2 and "has not started a Redis yet" in refused.stderr

@@ -24,14 +24,13 @@ type MakeExample = Callable[..., Example]
 PPO = partial(policy_objective, loss=ppo_clip, aggregation=token_mean(), entropy_bonus=0.01, entropy_cap=4.0)
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """These tests, and the programs that they start, compile much and compute little."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        jax.config.update("jax_disable_most_optimizations", True)
+        patch.setattr(jax.config, "jax_disable_most_optimizations", True)
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -284,10 +284,10 @@ class SglangClient:
                 return self._version
             self._open.clear()
             self._updates += 1
-            began, is_first = self._loop.time(), held is None
+            is_first = self._version is None
             served, self._version = self._version, None  # unless the server says what it holds, nobody knows
             try:
-                await self._quiesce()
+                began = await self._quiesce()
                 held, served = served, None
                 try:
                     await self._server.update_weights(parts.folder, version, LOAD_SECONDS)
@@ -321,8 +321,12 @@ class SglangClient:
             )
             raise SamplerLost(self._failure)
 
-    async def _quiesce(self) -> None:
-        """Return when the server has no request of ours: later tokens come from later weights."""
+    async def _quiesce(self) -> float:
+        """Return when the server has no request of ours: later tokens come from later weights.
+
+        The answer is when it was kept from sampling, in seconds of the loop.
+        """
+        paused_at = self._loop.time()
         if self._on_update is OnUpdate.RECOMPUTE:
             await self._server.pause()
             if self._asked:
@@ -333,6 +337,7 @@ class SglangClient:
         while self._asked:
             await asyncio.wait(self._asked.values())
             await asyncio.sleep(0)  # their callers take them out
+        return paused_at if self._on_update is OnUpdate.RECOMPUTE else self._loop.time()
 
     def _held_version(self) -> int:
         if self._version is None:
