@@ -29,8 +29,10 @@ def quick_compilation() -> Iterator[None]:
     """These tests, and the programs that they start, compile much and compute little."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        patch.setattr(jax.config, "jax_disable_most_optimizations", True)
+        before = jax.config.values["jax_disable_most_optimizations"]
+        jax.config.update("jax_disable_most_optimizations", True)
         yield
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")
